@@ -31,7 +31,8 @@ using opgraph::Rule;
 nb::dict describe(nb::object buffer, int64_t stream, nb::object hooks) {
   Reading r;
   const opgraph::ReadContext any{{static_cast<DLDeviceType>(0), 0}, stream, hooks.ptr()};
-  const Rule rule = opgraph::read_buffer(buffer.ptr(), any, r);
+  const opgraph::TypeEntry* none = nullptr;
+  const Rule rule = opgraph::read_buffer(buffer.ptr(), any, r, none);
   if (rule != Rule::ok) {
     if (PyErr_Occurred()) throw nb::python_error();
     PyErr_Format(PyExc_TypeError, "%s is no buffer that can be read", Py_TYPE(buffer.ptr())->tp_name);
@@ -59,14 +60,14 @@ double borrow_loop_ns(nb::list buffers, int repeat) {
   for (size_t i = 0; i < n; i++) {
     PyObject* obj = nb::handle(buffers[i]).ptr();
     const opgraph::TypeEntry* e = opgraph::find_exchange(Py_TYPE(obj));
-    if (!e || !e->borrows) throw nb::type_error("a buffer without the borrowing call");
+    if (!e || !e->borrow) throw nb::type_error("a buffer without the borrowing call");
     items.emplace_back(obj, e);
   }
   DLTensor t;
   const auto start = std::chrono::steady_clock::now();
   for (int k = 0; k < repeat; k++)
     for (auto& [obj, e] : items)
-      if (e->api->dltensor_from_py_object_no_sync(obj, &t) != 0) throw nb::python_error();
+      if (e->borrow(obj, &t) != 0) throw nb::python_error();
   return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - start).count() / repeat;
 }
 

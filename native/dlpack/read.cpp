@@ -78,25 +78,17 @@ OG_COLD const TypeEntry* discover(PyTypeObject* type, TypeEntry& scratch) {
   if (!api) return nullptr;
   if (!api->dltensor_from_py_object_no_sync && !api->managed_tensor_from_py_object_no_sync) return nullptr;
   Ref negative(type_attribute(type, "is_neg")), grad(type_attribute(type, "requires_grad"));
-  scratch = {type, api, api->dltensor_from_py_object_no_sync != nullptr, negative && grad};
+  scratch = {type, api, api->dltensor_from_py_object_no_sync, negative && grad ? api : nullptr};
   const TypeEntry* kept = store(scratch);
   return kept ? kept : &scratch;
 }
 
 // ---- DLPack structs -------------------------------------------------------------------------------------------
 
-// Takes over what a DLTensor says. `out.t` may point into the producer's storage, which outlives the reading.
+// Takes over what a producer's struct says; it may point into the producer's storage, which outlives the reading.
 Rule adopt(const DLTensor& t, Reading& out) {
   out.t = t;
-  if (t.ndim < 0 || t.ndim > kMaxBufferRank) return Rule::rank;
-  if (t.ndim > 0 && !t.shape) return Rule::producer;
-  if (t.data) out.t.data = static_cast<char*>(t.data) + t.byte_offset;
-  out.t.byte_offset = 0;
-  if (!t.strides) {
-    c_order(t.ndim, t.shape, out.strides);
-    out.t.strides = out.strides;
-  }
-  return Rule::ok;
+  return settle(out);
 }
 
 Rule adopt_capsule(PyObject* capsule, Reading& out) {
@@ -128,13 +120,10 @@ Rule adopt_capsule(PyObject* capsule, Reading& out) {
 }
 
 Rule read_table(const TypeEntry& e, PyObject* obj, Reading& out, bool owning) {
-  out.flags_of = e.has_flags ? e.api : nullptr;
-  if (OG_LIKELY(e.borrows && !owning)) {
-    DLTensor& t = out.t;
-    if (OG_UNLIKELY(e.api->dltensor_from_py_object_no_sync(obj, &t) != 0)) return Rule::producer;
-    if (OG_LIKELY(t.byte_offset == 0 && t.strides && t.ndim <= kMaxBufferRank)) return Rule::ok;
-    const DLTensor copy = t;
-    return adopt(copy, out);
+  out.flags_of = e.flags_of;
+  if (e.borrow && !owning) {
+    if (e.borrow(obj, &out.t) != 0) return Rule::producer;
+    return settle(out);
   }
   DLManagedTensorVersioned* m = nullptr;
   if (e.api->managed_tensor_from_py_object_no_sync(obj, &m) != 0 || !m) return Rule::producer;
@@ -329,25 +318,13 @@ Rule read_address(PyObject* obj, const ReadContext& context, Reading& out) {
   return Rule::ok;
 }
 
-Rule read_any(PyObject* obj, const ReadContext& context, Reading& out, bool owning) {
-  out.reset();
-  PyTypeObject* type = Py_TYPE(obj);
-  if (is_numpy_array_exact(obj)) return read_numpy(obj, out);
-  if (const TypeEntry* e = cached(type)) return read_table(*e, obj, out, owning);
-  if (PyLong_CheckExact(obj)) return read_address(obj, context, out);
-  TypeEntry scratch;
-  if (const TypeEntry* e = discover(type, scratch)) return read_table(*e, obj, out, owning);
-  if (is_numpy_array(obj)) return read_numpy(obj, out);
-  return read_other(obj, context, out);
-}
-
 // An attribute or method of the tensor as a truth value; -1 with an exception set.
 int truth(PyObject* obj, const char* name, bool call) {
   Ref value(call ? PyObject_CallMethod(obj, name, nullptr) : PyObject_GetAttrString(obj, name));
   return value ? PyObject_IsTrue(value.get()) : -1;
 }
 
-OG_COLD Rule ask(PyObject* obj, const char* name, bool call, Rule refusal) {
+Rule ask(PyObject* obj, const char* name, bool call, Rule refusal) {
   const int yes = truth(obj, name, call);
   if (yes < 0) return Rule::producer;
   return yes ? refusal : Rule::ok;
@@ -362,9 +339,36 @@ const TypeEntry* find_exchange(PyTypeObject* type) {
   return e == &scratch ? nullptr : e;
 }
 
-Rule read_buffer(PyObject* obj, const ReadContext& context, Reading& out) { return read_any(obj, context, out, false); }
+Rule settle(Reading& out) {
+  DLTensor& t = out.t;
+  if (t.ndim < 0 || t.ndim > kMaxBufferRank) return Rule::rank;
+  if (t.ndim > 0 && !t.shape) {
+    PyErr_SetString(PyExc_BufferError, "the producer gave axes but no shape");
+    return Rule::producer;
+  }
+  if (t.data) t.data = static_cast<char*>(t.data) + t.byte_offset;
+  t.byte_offset = 0;
+  if (!t.strides) {
+    c_order(t.ndim, t.shape, out.strides);
+    t.strides = out.strides;
+  }
+  return Rule::ok;
+}
 
-Rule read_owning(PyObject* obj, const ReadContext& context, Reading& out) { return read_any(obj, context, out, true); }
+Rule read_any(PyObject* obj, const ReadContext& context, Reading& out, bool owning, const TypeEntry*& last) {
+  out.reset();
+  if (is_numpy_array_exact(obj)) return read_numpy(obj, out);
+  PyTypeObject* type = Py_TYPE(obj);
+  if (const TypeEntry* e = cached(type)) {
+    if (e->borrow) last = e;
+    return read_table(*e, obj, out, owning);
+  }
+  if (PyLong_CheckExact(obj)) return read_address(obj, context, out);
+  TypeEntry scratch;
+  if (const TypeEntry* e = discover(type, scratch)) return read_table(*e, obj, out, owning);
+  if (is_numpy_array(obj)) return read_numpy(obj, out);
+  return read_other(obj, context, out);
+}
 
 void release_slow(Reading& r) {
   const Hold hold = r.hold;
@@ -386,18 +390,12 @@ void release_slow(Reading& r) {
   PyErr_Restore(type, value, trace);
 }
 
-Rule check_flags(PyObject* obj, const Reading& r, bool writes) {
-  Flag negative = torch_negative(r);
-  if (OG_UNLIKELY(negative == Flag::unknown)) {
-    learn_torch_flags(r.flags_of);
-    negative = torch_negative(r);
-  }
-  if (OG_UNLIKELY(negative != Flag::clear))
-    if (const Rule n = ask(obj, "is_neg", true, Rule::negative_bit); n != Rule::ok) return n;
-  if (OG_UNLIKELY(r.t.dtype.code == kDLComplex))
+OG_COLD Rule check_flags_slow(PyObject* obj, const Reading& r, bool writes) {
+  learn_torch_flags(r.flags_of);
+  if (const Rule n = ask(obj, "is_neg", true, Rule::negative_bit); n != Rule::ok) return n;
+  if (r.t.dtype.code == kDLComplex)
     if (const Rule c = ask(obj, "is_conj", true, Rule::conjugate); c != Rule::ok) return c;
-  if (writes && torch_autograd(r) != Flag::clear) return ask(obj, "requires_grad", false, Rule::requires_grad);
-  return Rule::ok;
+  return writes ? ask(obj, "requires_grad", false, Rule::requires_grad) : Rule::ok;
 }
 
 }  // namespace opgraph

@@ -43,8 +43,8 @@ struct Reading {
 struct TypeEntry {
   PyTypeObject* type;
   const DLPackExchangeAPI* api;
-  bool borrows;       // the table has the borrowing call
-  bool has_flags;     // the type can be asked for negative/conjugate bits and requires_grad
+  DLPackDLTensorFromPyObjectNoSync borrow;  // null: only the owning call is there
+  const DLPackExchangeAPI* flags_of;        // `api` where the type can be asked for negative/conjugate bits and requires_grad
 };
 
 struct ReadContext {
@@ -53,18 +53,31 @@ struct ReadContext {
   PyObject* hooks;      // `read` serves the slow protocols
 };
 
-// Reads `obj`. Returns Rule::ok, a refusal, or Rule::producer with the producer's exception set.
-Rule read_buffer(PyObject* obj, const ReadContext& context, Reading& out);
+// Reads `obj`. Returns Rule::ok, a refusal, or Rule::producer with the producer's exception set. `last` carries the entry
+// of the previous operand from one reading to the next: the operands of a call are mostly of one type.
+Rule read_any(PyObject* obj, const ReadContext& context, Reading& out, bool owning, const TypeEntry*& last);
+Rule settle(Reading& out);  // applies a byte offset, fills missing strides, refuses what cannot be described
+
+inline Rule read_buffer(PyObject* obj, const ReadContext& context, Reading& out, const TypeEntry*& last) {
+  if (OG_UNLIKELY(!last || Py_TYPE(obj) != last->type)) return read_any(obj, context, out, false, last);
+  out.reset();
+  out.flags_of = last->flags_of;
+  DLTensor& t = out.t;
+  if (OG_UNLIKELY(last->borrow(obj, &t) != 0)) return Rule::producer;
+  if (OG_LIKELY(t.byte_offset == 0 && t.strides && static_cast<uint32_t>(t.ndim) <= kMaxBufferRank)) return Rule::ok;
+  return settle(out);
+}
+
+// Owning export of `obj`'s memory, for what outlives a call (bound calls).
+inline Rule read_owning(PyObject* obj, const ReadContext& context, Reading& out) {
+  const TypeEntry* none = nullptr;
+  return read_any(obj, context, out, true, none);
+}
+
 void release_slow(Reading& r);
 inline void release(Reading& r) {
   if (OG_UNLIKELY(r.hold != Hold::nothing)) release_slow(r);
 }
-
-// Owning export of `obj`'s memory, for what outlives a call (bound calls). Same results as read_buffer.
-Rule read_owning(PyObject* obj, const ReadContext& context, Reading& out);
-
-// Bits that the borrowing call does not carry; called where `flags_of` is set. `writes`: the operand is an output.
-Rule check_flags(PyObject* obj, const Reading& r, bool writes);
 
 // NumPy's C API lives in numpy.cpp alone.
 int numpy_init();
@@ -78,11 +91,38 @@ PyObject* numpy_view(void* data, const Layout& layout, DLDataType dtype, bool wr
 // The exchange-table entry of a type, or null when it has none (no exception set).
 const TypeEntry* find_exchange(PyTypeObject* type);
 
-// torch_flags.cpp: where a torch tensor keeps its negative bit and autograd state, learnt from samples.
-// `unknown` sends the caller to the Python attributes.
-enum class Flag : uint8_t { clear, set, unknown };
+// ---- bits that the borrowing call does not carry (torch_flags.cpp says how their places are learnt) ----
+
+struct FlagPlaces {
+  const DLPackExchangeAPI* api;  // the table of the types this holds for
+  int negative_offset;           // bytes from `shape` to the word holding the negative bit
+  uint64_t negative_mask;
+  int autograd_offset;  // bytes from `shape` to a word that is zero exactly while there is no autograd state
+};
+extern std::atomic<const FlagPlaces*> g_flag_places;
+
+// Sizes and strides lie side by side inside the tensor's implementation object up to this rank; only then do the words
+// around `shape` belong to it.
+constexpr int kInlineRank = 5;
+inline bool inline_sizes(const DLTensor& t) { return t.ndim <= kInlineRank && t.strides == t.shape + kInlineRank; }
+
+inline uint64_t word_near_shape(const DLTensor& t, int offset) {
+  uint64_t w;
+  __builtin_memcpy(&w, reinterpret_cast<const char*>(t.shape) + offset, sizeof w);
+  return w;
+}
+
+Rule check_flags_slow(PyObject* obj, const Reading& r, bool writes);
+
+// Called where `flags_of` is set. `writes`: the operand is an output, which must not require grad.
+inline Rule check_flags(PyObject* obj, const Reading& r, bool writes) {
+  const FlagPlaces* p = g_flag_places.load(std::memory_order_acquire);
+  if (OG_LIKELY(p && p->api == r.flags_of && inline_sizes(r.t) && r.t.dtype.code != kDLComplex)) {
+    const bool negative = (word_near_shape(r.t, p->negative_offset) & p->negative_mask) != 0;
+    if (OG_LIKELY(!negative && !(writes && word_near_shape(r.t, p->autograd_offset)))) return Rule::ok;
+  }
+  return check_flags_slow(obj, r, writes);
+}
 void learn_torch_flags(const DLPackExchangeAPI* api);
-Flag torch_negative(const Reading& r);
-Flag torch_autograd(const Reading& r);
 
 }  // namespace opgraph

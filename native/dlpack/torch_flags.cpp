@@ -9,34 +9,18 @@
 #include <utility>
 
 namespace opgraph {
+
+std::atomic<const FlagPlaces*> g_flag_places{nullptr};
+
 namespace {
 
-// Sizes and strides lie side by side inside the implementation object up to this rank; beyond it they do not, and the
-// words around `shape` belong to something else.
-constexpr int kInlineRank = 5;
 // How far from `shape` the implementation object is known to extend: past the two inline arrays, the offset, the
 // element count and the type words (80 + 8 + 8 + 16), and before them the size, slot, version and autograd words.
 constexpr int kBack = 64, kAhead = 112;
 constexpr int kSamples = 6;
 
-struct Places {
-  const DLPackExchangeAPI* api;  // the table of the types this holds for
-  int negative_offset;           // bytes from `shape` to the word holding the negative bit
-  uint64_t negative_mask;
-  int autograd_offset;  // bytes from `shape` to a word that is zero exactly while there is no autograd state
-};
-
-std::atomic<const Places*> g_places{nullptr};
 // Samples cannot be made in some modes (fake tensors, inference mode), so failing is retried, a bounded number of times.
 std::atomic<int> g_attempts{32};
-
-uint64_t word(const DLTensor& t, int offset) {
-  uint64_t w;
-  std::memcpy(&w, reinterpret_cast<const char*>(t.shape) + offset, sizeof w);
-  return w;
-}
-
-bool inline_sizes(const DLTensor& t) { return t.ndim <= kInlineRank && t.strides == t.shape + kInlineRank; }
 
 struct Samples {
   Ref keep[kSamples];
@@ -45,7 +29,7 @@ struct Samples {
   bool take(const TypeEntry& entry, int i, Ref tensor) {
     keep[i] = std::move(tensor);
     if (!keep[i] || Py_TYPE(keep[i].get()) != entry.type) return false;
-    return entry.api->dltensor_from_py_object_no_sync(keep[i].get(), &t[i]) == 0 && inline_sizes(t[i]);
+    return entry.borrow(keep[i].get(), &t[i]) == 0 && inline_sizes(t[i]);
   }
 };
 
@@ -67,13 +51,13 @@ bool take_samples(const TypeEntry& entry, PyObject* torch, Samples& plain, Sampl
 }
 
 // The one word, and the one bit in it, that every negated sample has and no other sample has.
-bool find_negative(const Samples& plain, const Samples& negative, const Samples& grad, Places& out) {
+bool find_negative(const Samples& plain, const Samples& negative, const Samples& grad, FlagPlaces& out) {
   int found = 0;
   for (int offset = 0; offset < kAhead; offset += 8) {
     uint64_t on = ~uint64_t{0}, off = 0;
     for (int i = 0; i < kSamples; i++) {
-      on &= word(negative.t[i], offset);
-      off |= word(plain.t[i], offset) | word(grad.t[i], offset);
+      on &= word_near_shape(negative.t[i], offset);
+      off |= word_near_shape(plain.t[i], offset) | word_near_shape(grad.t[i], offset);
     }
     const uint64_t mask = on & ~off;
     if (!mask) continue;
@@ -85,11 +69,11 @@ bool find_negative(const Samples& plain, const Samples& negative, const Samples&
   return found == 1;
 }
 
-bool find_autograd(const Samples& plain, const Samples& grad, Places& out) {
+bool find_autograd(const Samples& plain, const Samples& grad, FlagPlaces& out) {
   int found = 0;
   for (int offset = -kBack; offset < 0; offset += 8) {
     bool fits = true;
-    for (int i = 0; i < kSamples; i++) fits = fits && word(plain.t[i], offset) == 0 && word(grad.t[i], offset) != 0;
+    for (int i = 0; i < kSamples; i++) fits = fits && word_near_shape(plain.t[i], offset) == 0 && word_near_shape(grad.t[i], offset) != 0;
     if (!fits) continue;
     out.autograd_offset = offset;
     found++;
@@ -97,49 +81,32 @@ bool find_autograd(const Samples& plain, const Samples& grad, Places& out) {
   return found == 1;
 }
 
-bool learn(const DLPackExchangeAPI* api, PyObject* torch, Places& places) {
+bool learn(const DLPackExchangeAPI* api, PyObject* torch, FlagPlaces& places) {
   Ref base(PyObject_GetAttrString(torch, "Tensor"));
   if (!base || !PyType_Check(base.get())) return false;
   const TypeEntry* entry = find_exchange(reinterpret_cast<PyTypeObject*>(base.get()));
-  if (!entry || entry->api != api || !entry->borrows) return false;
+  if (!entry || entry->api != api || !entry->borrow) return false;
   Samples plain, negative, grad;
   places.api = api;
   return take_samples(*entry, torch, plain, negative, grad) && find_negative(plain, negative, grad, places) &&
          find_autograd(plain, grad, places);
 }
 
-inline const Places* places_for(const Reading& r) {
-  const Places* p = g_places.load(std::memory_order_acquire);
-  return OG_LIKELY(p && p->api == r.flags_of && inline_sizes(r.t)) ? p : nullptr;
-}
-
 }  // namespace
 
 OG_COLD void learn_torch_flags(const DLPackExchangeAPI* api) {
-  if (g_places.load(std::memory_order_acquire) || g_attempts.fetch_sub(1) <= 0) return;
+  if (g_flag_places.load(std::memory_order_acquire) || g_attempts.fetch_sub(1) <= 0) return;
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   Ref torch(PyImport_GetModule(Ref(PyUnicode_FromString("torch")).get()));  // looks it up, never imports
-  Places places{};
+  FlagPlaces places{};
   if (torch && learn(api, torch.get(), places)) {
-    const Places* none = nullptr;
-    auto* fresh = new Places(places);
-    if (!g_places.compare_exchange_strong(none, fresh)) delete fresh;
+    const FlagPlaces* none = nullptr;
+    auto* fresh = new FlagPlaces(places);
+    if (!g_flag_places.compare_exchange_strong(none, fresh)) delete fresh;
   }
   PyErr_Clear();
   PyErr_Restore(type, value, trace);
-}
-
-Flag torch_negative(const Reading& r) {
-  const Places* p = places_for(r);
-  if (!p) return Flag::unknown;
-  return word(r.t, p->negative_offset) & p->negative_mask ? Flag::set : Flag::clear;
-}
-
-Flag torch_autograd(const Reading& r) {
-  const Places* p = places_for(r);
-  if (!p) return Flag::unknown;
-  return word(r.t, p->autograd_offset) ? Flag::set : Flag::clear;
 }
 
 }  // namespace opgraph

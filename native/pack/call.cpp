@@ -57,26 +57,59 @@ OG_COLD bool gather_odd(Call& call, PyObject* mapping) {
   return true;
 }
 
+// Remembers the order of an all-Tensor mapping. Runs no Python code.
+OG_COLD void remember_order(Executable* ex, PyObject* mapping) {
+  auto fresh = std::make_unique<MappingRecord>();
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(mapping, &position, &key, &value)) {
+    PyObject* found = Py_TYPE(key) == ex->tensor_type ? PyDict_GetItemWithError(ex->keys, key) : nullptr;
+    if (!found) return;
+    fresh->keys.push_back(key);
+    fresh->index.push_back(static_cast<int32_t>(PyLong_AsLong(found)));
+  }
+  publish(ex->mappings, *ex->record_mutex, std::move(fresh));
+}
+
+inline const MappingRecord* order_hint(Executable* ex, PyObject* first, size_t size) {
+  for (auto& place : ex->mappings) {
+    const MappingRecord* r = place.load(std::memory_order_acquire);
+    if (!r) return nullptr;
+    if (r->keys.size() == size && r->keys[0] == first) return r;
+  }
+  return nullptr;
+}
+
 bool gather_mapping(Call& call, PyObject* mapping) {
   Executable* ex = call.ex;
   if (OG_UNLIKELY(!PyDict_CheckExact(mapping))) {
     if (PyMapping_Check(mapping) && PyObject_HasAttrString(mapping, "items")) return gather_odd(call, mapping);
     return fail(ex, Rule::mapping_type, -1, -1, nullptr, mapping);
   }
-  bool odd = false, error = false;
+  bool odd = false, error = false, hinted = true;
   OG_LOCK(mapping);
   PyObject *key, *value;
   Py_ssize_t position = 0;
-  while (PyDict_Next(mapping, &position, &key, &value)) {
-    PyObject* found = OG_LIKELY(plain_key(ex, key)) ? PyDict_GetItemWithError(ex->keys, key) : nullptr;
-    if (OG_UNLIKELY(!found)) {
-      error = PyErr_Occurred() != nullptr;
-      odd = true;
-      break;
+  const auto size = static_cast<size_t>(PyDict_GET_SIZE(mapping));
+  const MappingRecord* hint = nullptr;
+  for (size_t i = 0; PyDict_Next(mapping, &position, &key, &value); i++) {
+    if (i == 0) hint = order_hint(ex, key, size);
+    long index;
+    if (OG_LIKELY(hint && i < size && hint->keys[i] == key)) {
+      index = hint->index[i];
+    } else {
+      hinted = false;
+      PyObject* found = OG_LIKELY(plain_key(ex, key)) ? PyDict_GetItemWithError(ex->keys, key) : nullptr;
+      if (OG_UNLIKELY(!found)) {
+        error = PyErr_Occurred() != nullptr;
+        odd = true;
+        break;
+      }
+      index = PyLong_AsLong(found);
     }
-    const auto index = PyLong_AsLong(found);
     if (OG_LIKELY(index >= 0 && value != Py_None)) bind_value(call, static_cast<int>(index), value);
   }
+  if (OG_UNLIKELY(!hinted && !odd && !hint)) remember_order(ex, mapping);
   OG_UNLOCK();
   if (error) return false;
   return OG_LIKELY(!odd) || gather_odd(call, mapping);
@@ -425,9 +458,10 @@ inline Rule check_operand(Call& call, int index) {
     if (const Rule d = check_dtype(spec, r.t.dtype); OG_UNLIKELY(d != Rule::ok)) return d;
     if (OG_UNLIKELY(!same_device(r.t.device, ex->device)) && !host_rule(ex, spec, r)) return Rule::device;
     if (OG_UNLIKELY(op.layout == &op.live)) {
-      const Rule o = match_override(spec, op.live, {r.t.ndim, r.t.shape, r.t.strides}, &op.available);
-      if (o != Rule::ok) return o;
-      op.nbytes = span_elements(op.live.rank, op.live.dims, op.live.strides) << spec.item_shift;
+      op.nbytes = op.available = span_elements(op.live.rank, op.live.dims, op.live.strides) << spec.item_shift;
+      if (!layout_is(r.t, op.live.rank, op.live.dims, op.live.strides))
+        if (const Rule o = match_override(spec, op.live, {r.t.ndim, r.t.shape, r.t.strides}, &op.available); o != Rule::ok)
+          return o;
     } else if (OG_LIKELY(layout_is(r.t, spec.declared.rank, spec.declared.dims, spec.declared.strides) && !spec.has(kRagged))) {
       op.available = spec.span_bytes;
     } else {
@@ -472,7 +506,8 @@ OG_COLD bool read_scalar(Call& call, int index, const ReadContext& context) {
   } else {
     ReadContext host = context;
     host.device = {kDLCPU, 0};
-    Rule r = read_buffer(v, host, op.reading);
+    const TypeEntry* none = nullptr;
+    Rule r = read_buffer(v, host, op.reading, none);
     if (r == Rule::ok) {
       if (!same_dtype(op.reading.t.dtype, spec.dtype)) r = Rule::dtype;
       else if (!is_host(op.reading.t.device)) r = Rule::device;
@@ -593,7 +628,8 @@ OG_COLD bool check_workspace(Call& call, PyObject* workspace, const ReadContext&
   }
   call.workspace = Py_NewRef(workspace);
   Reading& r = call.workspace_reading;
-  const Rule read = call.owning ? read_owning(workspace, context, r) : read_buffer(workspace, context, r);
+  const TypeEntry* none = nullptr;
+  const Rule read = call.owning ? read_owning(workspace, context, r) : read_buffer(workspace, context, r, none);
   if (read != Rule::ok) {
     const bool raised = PyErr_Occurred() != nullptr;
     if (read == Rule::producer || raised) return fail_producer(ex, read, -1, nullptr, workspace);
@@ -668,11 +704,12 @@ bool prepare_call(Call& call, const CallArguments& a) {
   Executable* ex = call.ex;
   const int n = ex->n;
   for (int i = 0; i < n; i++) {
-    call.operands[i].value = nullptr;
-    call.operands[i].layout = &ex->specs[i].declared;
-    call.operands[i].reading.reset();
-    call.operands[i].nbytes = 0;
-    call.operands[i].available = -1;
+    Operand& op = call.operands[i];
+    op.value = nullptr;
+    op.layout = &ex->specs[i].declared;
+    op.nbytes = 0;
+    op.available = -1;
+    op.reading.reset();
   }
   call.workspace_reading.reset();
   if (!resolve_stream(call, a.handle)) return false;
@@ -683,6 +720,7 @@ bool prepare_call(Call& call, const CallArguments& a) {
                                                  : !gather_mapping(call, a.tensor_dict))
     return false;
   const ReadContext context{ex->device, call.stream, ex->hooks};
+  const TypeEntry* last = nullptr;
   for (int i = 0; i < n; i++) {
     Operand& op = call.operands[i];
     if (OG_UNLIKELY(!op.value)) {
@@ -699,7 +737,7 @@ bool prepare_call(Call& call, const CallArguments& a) {
       continue;
     }
     const Rule read = OG_UNLIKELY(call.owning) ? read_owning(op.value, context, op.reading)
-                                               : read_buffer(op.value, context, op.reading);
+                                               : read_buffer(op.value, context, op.reading, last);
     const Rule rule = OG_LIKELY(read == Rule::ok) ? check_operand(call, i) : read;
     if (OG_UNLIKELY(rule != Rule::ok)) return refuse(call, i, rule);
   }

@@ -269,6 +269,7 @@ void executable_dealloc(PyObject* self) {
   for (int i = 0; ex->specs && i < ex->n; i++)
     for (auto& place : ex->specs[i].seen) delete place.load();
   for (auto& place : ex->orders) delete place.load();
+  for (auto& place : ex->mappings) delete place.load();
   for (auto& place : ex->disjoint) delete place.load();
   for (auto& place : ex->geometries)
     if (const GeometryRecord* r = place.load()) {

@@ -24,6 +24,13 @@ struct OrderRecord {
   std::vector<int32_t> index;
 };
 
+// The Tensor keys of a mapping as last seen, in its order: a hint that saves the look-up while callers keep their order.
+// Borrowed: every key listed lives in `keys` of the executable.
+struct MappingRecord {
+  std::vector<PyObject*> keys;
+  std::vector<int32_t> index;
+};
+
 // One set of overrides that the graph's shape rules accepted, with what the engine needs to run it.
 struct GeometryRecord {
   std::vector<int64_t> words;  // (operand, rank, dims..., strides...)...
@@ -56,6 +63,7 @@ struct Executable {
 
   // Records published by threads, read without a lock; never changed or freed before the executable goes.
   std::atomic<const OrderRecord*> orders[kRecords];
+  std::atomic<const MappingRecord*> mappings[kRecords];
   std::atomic<const GeometryRecord*> geometries[kRecords];
   std::atomic<const DisjointRecord*> disjoint[kRecords];
   std::mutex* record_mutex;  // writers only

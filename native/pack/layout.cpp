@@ -1,6 +1,5 @@
 #include "pack/layout.h"
 
-#include <algorithm>
 #include <limits>
 
 namespace opgraph {
@@ -27,8 +26,14 @@ Axes squeezed(int32_t rank, const int64_t* dims, const int64_t* strides) {
 }
 
 // Declared axes by falling stride: the order in which they lie in memory. Stable, so equal strides keep axis order.
+// Insertion sort: a handful of axes, and the standard stable sort would allocate.
 void storage_order(Axes& axes) {
-  std::stable_sort(axes.axis, axes.axis + axes.n, [](const Axis& a, const Axis& b) { return a.stride > b.stride; });
+  for (int i = 1; i < axes.n; i++) {
+    const Axis a = axes.axis[i];
+    int k = i;
+    for (; k > 0 && axes.axis[k - 1].stride < a.stride; k--) axes.axis[k] = axes.axis[k - 1];
+    axes.axis[k] = a;
+  }
 }
 
 bool c_ordered(const Axes& axes) {

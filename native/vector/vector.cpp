@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 // One source, compiled for several instruction sets and chosen when the library is loaded.
@@ -19,7 +18,8 @@ namespace {
 // exp in float32: 2^k * p(r), |r| <= ln2/2, degree-6 Taylor remainder below half an ulp; flushes below -87.3 to 0.
 inline float exp_f32(float x) {
   const float clamped = std::min(std::max(x, -88.0f), 88.7f);
-  const float k = std::nearbyint(clamped * 1.44269504088896341f);
+  // Adding and taking away 1.5 * 2^23 rounds to the nearest integer and vectorises on every instruction set.
+  const float k = (clamped * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
   const float r = (clamped - k * 0.693145751953125f) - k * 1.42860682030941723212e-6f;
   float p = 1.0f / 5040;
   p = p * r + 1.0f / 720;
@@ -33,27 +33,71 @@ inline float exp_f32(float x) {
   return x < -87.33654f ? 0.0f : p * scale;
 }
 
-// erf in float32, branch-free: for |x| < 1 the odd Maclaurin-like fit x * P(x^2); beyond, 1 - exp(-Q(|x|)).
-// Coefficients: least-squares fits in float64 on Chebyshev nodes, made by tools/fit_erf.py; see its printout for errors.
+// Coefficients, highest power first, as printed by fit_erf.py: 1.2e-7 absolute, 2.4 ulp.
+constexpr float kErfSmall[] = {7.889376036e-05f, -8.020924202e-04f, 5.189545635e-03f, -2.685445072e-02f,
+                               1.128360035e-01f, -3.761262716e-01f, 1.128379166e+00f};
+constexpr float kErfBig[] = {-2.081932159e-06f, 3.348695195e-05f, -2.127548607e-04f, 4.965388551e-04f, 1.841148022e-03f,
+                             -2.131616359e-02f, 1.042279629e-01f, 6.360660624e-01f, 1.128471311e+00f};
+
+template <int N>
+inline float horner(const float (&c)[N], float x) {
+  float p = c[0];
+  for (int i = 1; i < N; i++) p = p * x + c[i];
+  return p;
+}
+
+// erf in float32, branch-free: x P(x^2) below 1, 1 - exp(-|x| Q(|x|)) beyond.
 inline float erf_one(float x) {
-  const float a = std::fabs(x), t = a * a;
-  float p = -5.61801775e-04f;
-  p = p * t + 4.91381530e-03f;
-  p = p * t - 2.67075151e-02f;
-  p = p * t + 1.12800106e-01f;
-  p = p * t - 3.76122952e-01f;
-  p = p * t + 1.12837911e+00f;
-  const float small = x * p;
-  const float b = std::min(a, 4.0f);
-  float q = 1.72948930e-05f;
-  q = q * b - 3.83208680e-04f;
-  q = q * b + 3.88393435e-03f;
-  q = q * b - 2.42545605e-02f;
-  q = q * b + 1.06777847e-01f;
-  q = q * b + 6.34846687e-01f;
-  q = q * b + 1.12879119e+00f;
-  const float big = std::copysign(1.0f - exp_f32(-q * b), x);
-  return a < 1.0f ? small : big;
+  const float a = std::fabs(x), b = std::min(a, 4.0f);
+  const float big = std::copysign(1.0f - exp_f32(-horner(kErfBig, b) * b), x);
+  return a < 1.0f ? x * horner(kErfSmall, a * a) : big;
+}
+
+// Sums and maxima run in lanes: compilers may not reorder a float sum, so the order is written out.
+constexpr int kLanes = 16;
+
+template <class T, class Term>
+inline T lane_sum(int64_t n, Term term) {
+  T lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int l = 0; l < kLanes; l++) lanes[l] += term(i + l);
+  T total = 0;
+  for (int l = 0; l < kLanes; l++) total += lanes[l];
+  for (; i < n; i++) total += term(i);
+  return total;
+}
+
+// Largest of n values; NaN when any is NaN.
+template <class T>
+inline T lane_max(const T* x, int64_t n) {
+  T lanes[kLanes];
+  for (int l = 0; l < kLanes; l++) lanes[l] = -std::numeric_limits<T>::infinity();
+  int64_t i = 0;
+  T poison = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int l = 0; l < kLanes; l++) lanes[l] = x[i + l] > lanes[l] ? x[i + l] : lanes[l];
+  T m = lanes[0];
+  for (int l = 1; l < kLanes; l++) m = lanes[l] > m ? lanes[l] : m;
+  for (; i < n; i++) m = x[i] > m ? x[i] : m;
+  poison = lane_sum<T>(n, [x](int64_t k) { return x[k] != x[k] ? T{1} : T{0}; });
+  return poison != 0 ? std::numeric_limits<T>::quiet_NaN() : m;
+}
+
+template <class T, class Exp>
+inline void softmax_rows(T* x, int64_t rows, int64_t n, int64_t stride, T* max, T* sum, Exp exp) {
+  for (int64_t r = 0; r < rows; r++) {
+    T* p = x + r * stride;
+    const T m = lane_max(p, n);
+    max[r] = m;
+    if (m == -std::numeric_limits<T>::infinity()) {
+      std::fill(p, p + n, T{0});
+      sum[r] = 0;
+      continue;
+    }
+    for (int64_t i = 0; i < n; i++) p[i] = exp(p[i] - m);
+    sum[r] = lane_sum<T>(n, [p](int64_t i) { return p[i]; });
+  }
 }
 
 }  // namespace
@@ -71,9 +115,13 @@ void erf_f64(const double* x, double* out, int64_t n) {
 
 OG_CLONES void gelu_f32(const float* x, float* out, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
-    const float v = x[i];
-    const float g = 0.5f * v * (1.0f + erf_one(v * 0.70710678118654752f));
-    out[i] = v < -6.0f ? (v == -std::numeric_limits<float>::infinity() ? v * 0.0f : -0.0f) : g;
+    // 1 + erf loses all digits for x below about -4; there erfc(-z) = exp(-z Q(z)) is taken directly.
+    const float v = x[i], z = v * 0.70710678118654752f, a = std::fabs(z);
+    const float b = std::min(a, 4.0f);
+    const float erfc = exp_f32(-horner(kErfBig, b) * b) * (a > 4.0f ? 0.0f : 1.0f);  // of |z|
+    const float near = 1.0f + z * horner(kErfSmall, a * a), far = v < 0.0f ? erfc : 2.0f - erfc;
+    const float g = 0.5f * std::max(v, -1e30f) * (a < 1.0f ? near : far);  // -inf would meet its zero factor
+    out[i] = v != v ? v : g;
   }
 }
 
@@ -82,48 +130,14 @@ void gelu_f64(const double* x, double* out, int64_t n) {
 }
 
 OG_CLONES void softmax_rows_f32(float* x, int64_t rows, int64_t n, int64_t stride, float* max, float* sum) {
-  constexpr float kNone = -std::numeric_limits<float>::infinity();
-  for (int64_t r = 0; r < rows; r++) {
-    float* p = x + r * stride;
-    float m = kNone, bad = 0.0f;
-    for (int64_t i = 0; i < n; i++) {
-      m = p[i] > m ? p[i] : m;
-      bad += p[i] != p[i] ? 1.0f : 0.0f;
-    }
-    if (bad != 0.0f) m = std::numeric_limits<float>::quiet_NaN();
-    max[r] = m;
-    if (m == kNone) {
-      std::memset(p, 0, n * sizeof(float));
-      sum[r] = 0.0f;
-      continue;
-    }
-    float s = 0.0f;
-    for (int64_t i = 0; i < n; i++) {
-      const float d = p[i] - m;
-      const float e = exp_f32(d);
-      p[i] = d != d ? d : e;
-      s += p[i];
-    }
-    sum[r] = s;
-  }
+  softmax_rows(x, rows, n, stride, max, sum, [](float d) {
+    const float e = exp_f32(d);
+    return d != d ? d : e;
+  });
 }
 
 void softmax_rows_f64(double* x, int64_t rows, int64_t n, int64_t stride, double* max, double* sum) {
-  constexpr double kNone = -std::numeric_limits<double>::infinity();
-  for (int64_t r = 0; r < rows; r++) {
-    double* p = x + r * stride;
-    double m = kNone;
-    for (int64_t i = 0; i < n; i++) m = (p[i] > m || p[i] != p[i]) ? p[i] : m;
-    max[r] = m;
-    if (m == kNone) {
-      std::memset(p, 0, n * sizeof(double));
-      sum[r] = 0.0;
-      continue;
-    }
-    double s = 0.0;
-    for (int64_t i = 0; i < n; i++) s += p[i] = std::exp(p[i] - m);
-    sum[r] = s;
-  }
+  softmax_rows(x, rows, n, stride, max, sum, [](double d) { return std::exp(d); });
 }
 
 OG_CLONES void layernorm_rows_f32(const float* x, const float* scale, const float* bias, float eps, float* y, float* mean,
@@ -131,11 +145,8 @@ OG_CLONES void layernorm_rows_f32(const float* x, const float* scale, const floa
   for (int64_t r = 0; r < rows; r++) {
     const float* p = x + r * n;
     float* o = y + r * n;
-    float total = 0.0f;
-    for (int64_t i = 0; i < n; i++) total += p[i];
-    const float m = total / static_cast<float>(n);
-    float squares = 0.0f;
-    for (int64_t i = 0; i < n; i++) squares += (p[i] - m) * (p[i] - m);
+    const float m = lane_sum<float>(n, [p](int64_t i) { return p[i]; }) / static_cast<float>(n);
+    const float squares = lane_sum<float>(n, [p, m](int64_t i) { return (p[i] - m) * (p[i] - m); });
     const float inv = 1.0f / std::sqrt(squares / static_cast<float>(n) + eps);
     if (mean) mean[r] = m;
     if (inv_std) inv_std[r] = inv;
