@@ -1,0 +1,4 @@
+"""Planning: which engines there are, what they say about a graph, the plan list, and the executable of a
+plan."""
+
+from __future__ import annotations
