@@ -49,11 +49,11 @@ test: $(VENV)/.opgraph $(VENV)/.demo $(VENV)/.test
 lint: $(VENV)/.opgraph $(VENV)/.lint
 	$(PY) -m ruff check .
 	$(PY) -m mypy
-	$(PY) -m nanobind.stubgen -q -m opgraph._native -o build/_native.pyi
+	$(PY) -m nanobind.stubgen -q -m opgraph._native -p native/stub_patterns.nb -o build/_native.pyi
 	diff -u src/opgraph/_native.pyi build/_native.pyi
 
 stub: $(VENV)/.opgraph
-	$(PY) -m nanobind.stubgen -q -m opgraph._native -o src/opgraph/_native.pyi
+	$(PY) -m nanobind.stubgen -q -m opgraph._native -p native/stub_patterns.nb -o src/opgraph/_native.pyi
 
 # The contract's own C++ tests, and the Python tests of the native core on a sanitized build of it.
 sanitize: $(VENV)/.opgraph $(VENV)/.test

@@ -167,9 +167,18 @@ class pygraph(PlanApi, MatmulOps, PointwiseOps, ActivationOps, ReductionOps, _na
             cudnnGraphNotSupportedError: a data type that has no counterpart.
         """
         return self._ir.tensor(
-            dim, stride, data_type, is_virtual, is_pass_by_value, ragged_offset, reordering_type, name, uid,
-            ragged_offset_multiplier, alignment_value,
-        )  # fmt: skip
+            dim,
+            stride,
+            data_type,
+            is_virtual,
+            is_pass_by_value,
+            ragged_offset,
+            reordering_type,
+            name,
+            uid,
+            ragged_offset_multiplier,
+            alignment_value,
+        )
 
     def tensor_like(
         self, x: Any, name: str = "", is_virtual: bool = False, *, is_pass_by_value: bool | None = None
@@ -187,12 +196,9 @@ class pygraph(PlanApi, MatmulOps, PointwiseOps, ActivationOps, ReductionOps, _na
             raise TypeError(f"tensor_like: expected a Tensor or an array, got {type(x).__name__}")
         dim = tuple(int(n) for n in shape)
         device = device_of(x)
-        by_value = is_pass_by_value
-        if by_value is None:
-            count = 1
-            for extent in dim:
-                count *= extent
-            by_value = device is not None and device[0] == CPU and count == 1 and not is_virtual
+        one = all(extent == 1 for extent in dim)
+        host = device is not None and device[0] == CPU
+        by_value = host and one and not is_virtual if is_pass_by_value is None else is_pass_by_value
         if not by_value and device is not None and self._declared_on is None:
             self._declared_on = device
         # A 0-d array has no declarable axis: one of extent 1 says the same.
@@ -230,10 +236,11 @@ class pygraph(PlanApi, MatmulOps, PointwiseOps, ActivationOps, ReductionOps, _na
                 )
             rank = max((len(x.dim) for x in inputs.values() if isinstance(x, Tensor)), default=1)
             wired = {
-                port: x if x is None or isinstance(x, Tensor) else self._declare(x, f"{label}::{port}", rank,
-                                                                                compute_data_type)
+                port: x
+                if x is None or isinstance(x, Tensor)
+                else self._declare(x, f"{label}::{port}", rank, compute_data_type)
                 for port, x in inputs.items()
-            }  # fmt: skip
+            }
         results = ir.add_node(OPS[op], wired, outputs, params, name, compute_data_type)
         if out_dims is not None:
             apply_out_dims(results, out_dims, op)

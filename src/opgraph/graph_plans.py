@@ -39,8 +39,6 @@ class SelectedEngine:
 class PlanApi:
     """Mixin of `pygraph`, which owns the state named below."""
 
-    __slots__ = ()
-
     if TYPE_CHECKING:
         _ir: GraphIR
         _handle: Handle | None
@@ -117,9 +115,13 @@ class PlanApi:
     # ---- lifecycle
 
     def create_execution_plans(
-        self, heuristics: Any = None, *, engine: str | None = None, knobs: Mapping[str, Any] | None = None,
+        self,
+        heuristics: Any = None,
+        *,
+        engine: str | None = None,
+        knobs: Mapping[str, Any] | None = None,
         device: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Ranks all plans into one flat list and freezes the graph. One-shot.
 
         Args:
@@ -190,9 +192,13 @@ class PlanApi:
             self._executable = plans.executable(plan)
 
     def build(
-        self, heuristics: Any = None, *, engine: str | None = None, knobs: Mapping[str, Any] | None = None,
+        self,
+        heuristics: Any = None,
+        *,
+        engine: str | None = None,
+        knobs: Mapping[str, Any] | None = None,
         device: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Validates, plans, checks and builds; a graph that is planned already is only built.
 
         Args:
@@ -335,9 +341,16 @@ class PlanApi:
             self._executable = plans.executable(plans.build_at(index))
 
     def execute_plan_at_index(
-        self, tensor_dict: Any, workspace: Any = None, index: int = 0, handle: Handle | None = None,
-        override_uids: Any = None, override_shapes: Any = None, override_strides: Any = None, tensor_uids: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        tensor_dict: Any,
+        workspace: Any = None,
+        index: int = 0,
+        handle: Handle | None = None,
+        override_uids: Any = None,
+        override_shapes: Any = None,
+        override_strides: Any = None,
+        tensor_uids: Any = None,
+    ) -> None:
         """`execute` with the plan of this index, built if it is not; the selection stays as it is."""
         with self._lock:
             plans = self._planned("execute_plan_at_index")
@@ -347,9 +360,12 @@ class PlanApi:
         )
 
     def get_workspace_size(
-        self, handle: Handle | None = None, override_uids: Any = None, override_shapes: Any = None,
+        self,
+        handle: Handle | None = None,
+        override_uids: Any = None,
+        override_shapes: Any = None,
         override_strides: Any = None,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Bytes of workspace the selected plan needs, for the declared extents and every smaller override.
 
         Raises:
@@ -361,9 +377,13 @@ class PlanApi:
         return plan.compiled.workspace_bytes
 
     def get_workspace_size_plan_at_index(
-        self, index: int, handle: Handle | None = None, override_uids: Any = None, override_shapes: Any = None,
+        self,
+        index: int,
+        handle: Handle | None = None,
+        override_uids: Any = None,
+        override_shapes: Any = None,
         override_strides: Any = None,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Bytes of workspace that plan needs; RuntimeError where that is known only after it is built."""
         plan = self._planned("get_workspace_size_plan_at_index").at(index)
         if plan.workspace_bytes is None:

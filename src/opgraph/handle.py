@@ -87,8 +87,8 @@ def as_stream(stream: Any) -> int:
     value = _raw_address(stream)
     if value is None:
         raise TypeError(
-            f"stream: expected an int or a stream object, got {type(stream).__name__}; an object needs one of the "
-            f"attributes {', '.join(_STREAM_ATTRIBUTES)} or __cuda_stream__"
+            f"stream: expected an int or a stream object, got {type(stream).__name__}; "
+            f"an object needs one of the attributes {', '.join(_STREAM_ATTRIBUTES)} or __cuda_stream__"
         )
     if value < 0:
         raise ValueError(f"stream: expected a raw stream address of 0 or more, got {value}")
@@ -96,7 +96,7 @@ def as_stream(stream: Any) -> int:
 
 
 def _raw_address(stream: Any) -> int | None:
-    if isinstance(stream, int) or hasattr(type(stream), "__index__"):
+    if hasattr(type(stream), "__index__"):
         return index(stream)
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
@@ -104,10 +104,11 @@ def _raw_address(stream: Any) -> int | None:
         return index(address)
     for attribute in _STREAM_ATTRIBUTES:
         value = getattr(stream, attribute, None)
-        if hasattr(value, "value"):  # ctypes.c_void_p, which spells a null pointer None
-            value = value.value or 0
-        if isinstance(value, int) or hasattr(type(value), "__index__"):
-            return index(value)
+        pointer: Any = getattr(value, "value", value)
+        if pointer is not value:  # ctypes.c_void_p, which spells a null pointer None
+            pointer = pointer or 0
+        if hasattr(type(pointer), "__index__"):
+            return index(pointer)
     return None
 
 

@@ -23,14 +23,37 @@ from opgraph.planning.protocols import device_of
 __all__ = ["Graph"]
 
 # What would take the graph out of the wrapper's hands.
-_BLOCKED = frozenset((
-    "build", "build_operation_graph", "build_plans", "build_plan_at_index", "validate", "create_execution_plan",
-    "create_execution_plans", "check_support", "select_plan", "deselect_engines", "deselect_workspace_greater_than",
-    "select_behavior_notes", "deselect_behavior_notes", "select_numeric_notes", "deselect_numeric_notes", "execute",
-    "execute_plan_at_index", "bind", "get_behavior_notes", "get_behavior_notes_for_plan_at_index", "get_engine_count",
-    "get_execution_plan_count", "get_knobs_for_engine", "get_plan_name_at_index", "key", "populate_cuda_graph",
-    "update_cuda_graph",
-))  # fmt: skip
+_BLOCKED = frozenset(
+    (
+        "build",
+        "build_operation_graph",
+        "build_plans",
+        "build_plan_at_index",
+        "validate",
+        "create_execution_plan",
+        "create_execution_plans",
+        "check_support",
+        "select_plan",
+        "deselect_engines",
+        "deselect_workspace_greater_than",
+        "select_behavior_notes",
+        "deselect_behavior_notes",
+        "select_numeric_notes",
+        "deselect_numeric_notes",
+        "execute",
+        "execute_plan_at_index",
+        "bind",
+        "get_behavior_notes",
+        "get_behavior_notes_for_plan_at_index",
+        "get_engine_count",
+        "get_execution_plan_count",
+        "get_knobs_for_engine",
+        "get_plan_name_at_index",
+        "key",
+        "populate_cuda_graph",
+        "update_cuda_graph",
+    )
+)
 
 
 class Graph:
@@ -285,10 +308,11 @@ class Graph:
         size = self._described().get_workspace_size()
         if size == 0:
             return None
-        held: dict[int, Any] = self._workspaces.__dict__
-        if stream not in held:
-            held[stream] = _empty((size,), (1,), data_type.UINT8, arrays)
-        return held[stream]
+        held = self._workspaces.__dict__  # this thread's
+        key = f"stream {stream}"
+        if key not in held:
+            held[key] = _empty((size,), (1,), data_type.UINT8, arrays)
+        return held[key]
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise TypeError("opgraph.Graph cannot be copied or pickled; describe it again")

@@ -8,7 +8,7 @@ An engine is an object with `name`, `engine_ids`, `constraints`, `propose` and `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from opgraph.engines.device import DeviceInfo
 from opgraph.ir.datatypes import dlpack_dtype, element_bits
@@ -78,9 +78,14 @@ class Target:
     def pinned(self, engine: str, knobs: Mapping[str, Any]) -> Target:
         """The same target with an engine and its knobs named."""
         return Target(
-            self.device, engine=engine, knobs=knobs, overrides=self.overrides, dynamic=self.dynamic,
-            sm_count=self.sm_count, sm_version=self.sm_version,
-        )  # fmt: skip
+            self.device,
+            engine=engine,
+            knobs=knobs,
+            overrides=self.overrides,
+            dynamic=self.dynamic,
+            sm_count=self.sm_count,
+            sm_version=self.sm_version,
+        )
 
 
 class Constraint:
@@ -116,8 +121,15 @@ class Candidate:
     """
 
     __slots__ = (
-        "behavior_notes", "engine", "engine_id", "estimate", "fallback", "knobs", "numeric_notes", "workspace_bytes",
-    )  # fmt: skip
+        "behavior_notes",
+        "engine",
+        "engine_id",
+        "estimate",
+        "fallback",
+        "knobs",
+        "numeric_notes",
+        "workspace_bytes",
+    )
 
     def __init__(
         self,
@@ -201,9 +213,9 @@ class Engine:
     """
 
     name: str = ""
-    engine_ids: Mapping[int, Mapping[str, Any]] = {}
-    knobs: Mapping[str, str] = {}
-    knob_types: Mapping[knob_type, str] = {}
+    engine_ids: ClassVar[Mapping[int, Mapping[str, Any]]] = {}
+    knobs: ClassVar[Mapping[str, str]] = {}
+    knob_types: ClassVar[Mapping[knob_type, str]] = {}
     constraints: tuple[Constraint, ...] = ()
     named_only: bool = False
     open_source: bool = True

@@ -304,11 +304,11 @@ class GraphIR:
         return number
 
     def _register(self, tensor: Tensor, number: int, uid: int | None) -> None:
-        if uid is not None and uid != -1:
+        if uid is None or uid == -1:
+            self._by_uid[number] = tensor
+            self._next_uid = number + 1
+        else:
             self._check_uid(tensor, uid)
-        self._by_uid[number] = tensor
-        self._next_uid = number + 1
-        if uid is not None and uid != -1:
             self._assign_uid(tensor, index(uid))
         name = tensor._name
         if not name:

@@ -36,13 +36,14 @@ __all__ = ["OPS", "NormOps", "layernorm_rows", "norm_backward_rows", "rmsnorm_ro
 class NormOps(GraphOps):
     """Normalisations of the graph.
 
-    The normalised axes N are those where `scale.dim[i] != 1`; there is no axis argument. Example: x [rows, C, 1, 1]
-    or [B, S, C] with scale [1, C, 1, 1] or [1, 1, C]. Without scale, N is every axis but 0; that is legal when at
-    most one of them is longer than 1, or when the dims of a statistic were set (N is then where they are 1 and x's
-    are not). n is the number of elements in N. No elements (n = 0) have mean 0 and variance 0.
+    The normalised axes N are those where `scale.dim[i] != 1`; there is no axis argument. Example: x [rows, C,
+    1, 1] or [B, S, C] with scale [1, C, 1, 1] or [1, 1, C]. Without scale, N is every axis but 0; that is
+    legal when at most one of them is longer than 1, or when the dims of a statistic were set (N is then where
+    they are 1 and x's are not). n is the number of elements in N. No elements (n = 0) have mean 0 and
+    variance 0.
 
-    All arithmetic is done in the compute type and rounded once per output. Data types of outputs are the graph's
-    defaults; statistics are best set to FLOAT. Nothing may alias unless the plan says so.
+    All arithmetic is done in the compute type and rounded once per output. Data types of outputs are the
+    graph's defaults; statistics are best set to FLOAT. Nothing may alias unless the plan says so.
     """
 
     __slots__ = ()
@@ -64,18 +65,25 @@ class NormOps(GraphOps):
             mean = sum_N(x) / n;  v = sum_N((x - mean)^2) / n;  inv_variance = 1 / sqrt(v + epsilon)
             Y = (x - mean) * inv_variance * scale + bias
 
-        inv_variance is a reciprocal standard deviation. Shapes: input of any rank; scale of that rank, x's extent on
-        N and 1 elsewhere; bias like scale; Y like x (strides too); mean and inv_variance have x's dims with 1 on N,
-        their axes ordered as x's. `epsilon` is a by-value tensor of one element, fed at execution, or a Python number,
-        which becomes a constant of the plan.
+        inv_variance is a reciprocal standard deviation. Shapes: input of any rank; scale of that rank, x's
+        extent on N and 1 elsewhere; bias like scale; Y like x (strides too); mean and inv_variance have x's
+        dims with 1 on N, their axes ordered as x's. `epsilon` is a by-value tensor of one element, fed at
+        execution, or a Python number, which becomes a constant of the plan.
 
-        Raises at `validate()`: `ValueError` for an unset phase or epsilon, ranks or extents that do not fit, a bias
-        without scale, statistics whose dims differ, or N undecided; `cudnnGraphNotSupportedError` for dims set on Y
-        that are not x's.
+        Raises at `validate()`: `ValueError` for an unset phase or epsilon, ranks or extents that do not fit,
+        a bias without scale, statistics whose dims differ, or N undecided; `cudnnGraphNotSupportedError` for
+        dims set on Y that are not x's.
         """
         inputs = {"input": input, "scale": scale, "bias": bias, "epsilon": _epsilon(self, epsilon)}
         return _forward(
-            self, "layernorm", ("MEAN", "INV_VARIANCE"), inputs, norm_forward_phase, name, compute_data_type, out_dims
+            self,
+            "layernorm",
+            ("MEAN", "INV_VARIANCE"),
+            inputs,
+            norm_forward_phase,
+            name,
+            compute_data_type,
+            out_dims,
         )
 
     @graph_op
@@ -119,8 +127,8 @@ class NormOps(GraphOps):
             DX = inv_variance * (g - mean_N(g) - xh * mean_N(g * xh))
             DScale = sum over axes not in N of grad * xh;  DBias = the same sum of grad
 
-        Shapes: grad and input alike; mean and inv_variance as `layernorm` returned them (without scale their dims
-        tell N); DX dim and stride like input; DScale, DBias dim and stride like scale.
+        Shapes: grad and input alike; mean and inv_variance as `layernorm` returned them (without scale their
+        dims tell N); DX dim and stride like input; DScale, DBias dim and stride like scale.
 
         Raises at `validate()`: `ValueError` for a missing statistic, or ranks or extents that do not fit;
         `cudnnGraphNotSupportedError` for dims set on an output that are not the inferred ones.
@@ -154,9 +162,9 @@ class NormOps(GraphOps):
             DX = inv_variance * (g - xh * mean_N(g * xh))
             DScale = sum over axes not in N of grad * xh;  DBias = the same sum of grad
 
-        `has_dbias` must be given; False makes the third item None. Without scale the last two are None. Shapes and
-        errors are those of `layernorm_backward`; also `ValueError` at `validate()` for an unset `has_dbias`, and for
-        `has_dbias=True` without scale.
+        `has_dbias` must be given; False makes the third item None. Without scale the last two are None.
+        Shapes and errors are those of `layernorm_backward`; also `ValueError` at `validate()` for an unset
+        `has_dbias`, and for `has_dbias=True` without scale.
         """
         outputs = ["DX"]
         if scale is not None:
@@ -237,7 +245,9 @@ def _infer_forward(node: Any) -> None:
     else:
         axes = _axes_of_scale(node, x, scale)
         if bias is not None and bias.dim != scale.dim:
-            malformed(node, "bias must have the dim of scale", tensor=bias, expected=scale.dim, given=bias.dim)
+            malformed(
+                node, "bias must have the dim of scale", tensor=bias, expected=scale.dim, given=bias.dim
+            )
     y = node.outputs["Y"]
     check_set_dim(node, y, x.dim)
     like(y, x)
@@ -308,7 +318,9 @@ def _axes_of_scale(node: Any, x: Any, scale: Any) -> tuple[int, ...]:
 
 def _axes_without_scale(node: Any, x: Any, statistic: tuple[int, ...] | None) -> tuple[int, ...]:
     if statistic:
-        if len(statistic) != len(x.dim) or any(a not in (1, b) for a, b in zip(statistic, x.dim, strict=True)):
+        if len(statistic) != len(x.dim) or any(
+            a not in (1, b) for a, b in zip(statistic, x.dim, strict=True)
+        ):
             malformed(
                 node,
                 f"a statistic has the dim of {tensor_label(x)} with 1 on the normalised axes",
@@ -343,7 +355,8 @@ _BLOCK_BYTES = 1 << 19
 
 
 class _Rows:
-    """The order of axes that turns an array into rows to normalise: kept axes first, then N, each by falling stride.
+    """The order of axes that turns an array into rows to normalise: kept axes first, then N, each by falling
+    stride.
 
     Arrays of x's layout then become [rows, n] without a copy where N lies innermost in memory.
     """
@@ -372,10 +385,13 @@ class _Rows:
         return array.reshape([shape[axis] for axis in self.order]).transpose(back)
 
 
-def _destination(call: RefCall, out: OutSpec, rows: _Rows, dtype: np.dtype[Any]) -> tuple[Array, Array | None]:
+def _destination(
+    call: RefCall, out: OutSpec, rows: _Rows, dtype: np.dtype[Any]
+) -> tuple[Array, Array | None]:
     """Where a result of x's shape goes: `[rows, n]`, and the output's view when that is what it is a view of.
 
-    The view is used only where it shares no memory with an input: a block is written before the next one is read.
+    The view is used only where it shares no memory with an input: a block is written before the next one is
+    read.
     """
     target = out.target(dtype)
     if target is not None and not any(np.may_share_memory(target, array) for array in call.inputs.values()):
@@ -385,7 +401,15 @@ def _destination(call: RefCall, out: OutSpec, rows: _Rows, dtype: np.dtype[Any])
     return np.empty((rows.count, rows.length), dtype), None
 
 
-def _forward_reference(call: RefCall) -> dict[str, Array]:
+def _layernorm_reference(call: RefCall) -> dict[str, Array]:
+    return _forward_reference(call, centred=True)
+
+
+def _rmsnorm_reference(call: RefCall) -> dict[str, Array]:
+    return _forward_reference(call, centred=False)
+
+
+def _forward_reference(call: RefCall, *, centred: bool) -> dict[str, Array]:
     math, inputs, outputs = call.math, call.inputs, call.outputs
     x = math.real(inputs["input"])
     scale = math.real(inputs["scale"]) if "scale" in inputs else None
@@ -409,7 +433,7 @@ def _forward_reference(call: RefCall) -> dict[str, Array]:
         flat,
     )
     with np.errstate(all="ignore"):
-        if call.params.get("centred", True):
+        if centred:
             layernorm_rows(*parts, found.get("MEAN"), found.get("INV_VARIANCE"))
         else:
             rmsnorm_rows(*parts, found.get("INV_VARIANCE"))
@@ -429,8 +453,8 @@ def layernorm_rows(
 ) -> None:
     """`out = (x - mean) / sqrt(var + epsilon) * scale + bias` for each row; all arrays of one floating type.
 
-    x and out [rows, n], scale and bias [n] or None; mean and inv_std [rows] are filled, or None. out may not overlap
-    the others.
+    x and out [rows, n], scale and bias [n] or None; mean and inv_std [rows] are filled, or None. out may not
+    overlap the others.
     """
     count, length = x.shape
     ones = np.ones(length, x.dtype)
@@ -519,8 +543,8 @@ def norm_backward_rows(
 ) -> None:
     """Gradients of both normalisations for each row; without `mean` those of the RMS form.
 
-    grad, x and dx [rows, n]; scale [n] or None; mean and inv_std [rows]; dscale and dbias [n] are added to, or None.
-    dx may not overlap the others.
+    grad, x and dx [rows, n]; scale [n] or None; mean and inv_std [rows]; dscale and dbias [n] are added to,
+    or None. dx may not overlap the others.
     """
     count, length = x.shape
     ones = np.ones(length, x.dtype)
@@ -552,13 +576,9 @@ def norm_backward_rows(
         np.multiply(g, inverse, out=g)
 
 
-def _layernorm_reference(call: RefCall) -> dict[str, Array]:
-    return _forward_reference(call)
-
-
 OPS = (
-    OpDef("layernorm", NodeType.LAYERNORM, _infer_forward, _forward_reference),
-    OpDef("rmsnorm", NodeType.RMSNORM, _infer_forward, _forward_reference),
+    OpDef("layernorm", NodeType.LAYERNORM, _infer_forward, _layernorm_reference),
+    OpDef("rmsnorm", NodeType.RMSNORM, _infer_forward, _rmsnorm_reference),
     OpDef("layernorm_backward", NodeType.LAYERNORM_BACKWARD, _infer_backward, _backward_reference),
     OpDef("rmsnorm_backward", NodeType.RMSNORM_BACKWARD, _infer_backward, _backward_reference),
 )

@@ -2,3 +2,5 @@
 plan."""
 
 from __future__ import annotations
+
+__all__: list[str] = []

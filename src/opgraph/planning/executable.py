@@ -27,7 +27,7 @@ _PACKED = (data_type.FP4_E2M1, data_type.INT4)  # two elements per storage unit
 
 # An exact overlap answer may take exponential time in the number of axes; past this much work two layouts
 # count as overlapping. 10**4 steps are some 100 us, and interleaved layouts of real programs need a handful.
-_OVERLAP_WORK = 10_000
+_OVERLAP_WORK: Any = 10_000  # NumPy's own annotation knows only its two special values
 
 _DUMMY_BASE = 1 << 62
 
@@ -199,8 +199,8 @@ class Hooks:
 
     def _foreign(self, tensor: Tensor) -> Exception:
         return KeyError(
-            f"execute of graph {self._graph!r}: tensor {tensor.name!r} (uid {tensor.uid}) belongs to another graph, "
-            "or was declared after this one was planned"
+            f"execute of graph {self._graph!r}: tensor {tensor.name!r} (uid {tensor.uid}) belongs to another "
+            "graph, or was declared after this one was planned"
         )
 
     def _unknown(self, key: Any, kind: str) -> Exception:
@@ -208,7 +208,8 @@ class Hooks:
         if len(same) > 1:
             uids = ", ".join(str(t.uid) for t in same)
             return ValueError(
-                f"execute of graph {self._graph!r}: the name {key!r} is ambiguous (uids {uids}); use a uid or the tensor"
+                f"execute of graph {self._graph!r}: the name {key!r} is ambiguous (uids {uids}); "
+                "use a uid or the tensor"
             )
         known = ", ".join(f"{t.name!r} (uid {t.uid})" for t in self._spec.operands[:16])
         more = ", ..." if len(self._spec.operands) > 16 else ""

@@ -79,8 +79,14 @@ def not_supported(
     return cudnnGraphNotSupportedError(note_error("\n".join(lines)))
 
 
-def text(name: str, target: Target, verdicts: Sequence[Verdict], plans: Sequence[Plan] = (), selected: int = -1,
-         barred: Sequence[str | None] = ()) -> str:  # fmt: skip
+def text(
+    name: str,
+    target: Target,
+    verdicts: Sequence[Verdict],
+    plans: Sequence[Plan] = (),
+    selected: int = -1,
+    barred: Sequence[str | None] = (),
+) -> str:
     """The answer of `graph.explain()`."""
     count = len(plans) if plans else sum(len(v.candidates) for v in verdicts)
     lines = [f"graph {name!r} on {target.device}: {count} plan{'' if count == 1 else 's'}"]

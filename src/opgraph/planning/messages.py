@@ -41,10 +41,19 @@ def last_error() -> str:
 
 _BASES = {0: "int", 1: "uint", 2: "float", 4: "bfloat", 5: "complex"}
 _NAMES = {
-    6: "bool", 7: "float8_e3m4", 8: "float8_e4m3", 9: "float8_e4m3b11fnuz", 10: "float8_e4m3fn", 11: "float8_e4m3fnuz",
-    12: "float8_e5m2", 13: "float8_e5m2fnuz", 14: "float8_e8m0fnu", 15: "float6_e2m3fn", 16: "float6_e3m2fn",
+    6: "bool",
+    7: "float8_e3m4",
+    8: "float8_e4m3",
+    9: "float8_e4m3b11fnuz",
+    10: "float8_e4m3fn",
+    11: "float8_e4m3fnuz",
+    12: "float8_e5m2",
+    13: "float8_e5m2fnuz",
+    14: "float8_e8m0fnu",
+    15: "float6_e2m3fn",
+    16: "float6_e3m2fn",
     17: "float4_e2m1fn",
-}  # fmt: skip
+}
 _WIDTHS = {6: 8, 15: 6, 16: 6, 17: 4}
 
 
@@ -123,7 +132,22 @@ def _declared_role(w: Where, f: Facts) -> str:
 
 def _declared_bytes(w: Where, f: Facts) -> str:
     need = f"{f['need']} bytes" if f.get("need", -1) >= 0 else "more bytes"
-    return need if w.operand is None else f"{need} for {w.layout()} of {_declared_dtype(w, f)}"
+    if w.operand is None:
+        return need
+    if f.get("need") not in (None, -1, _span_bytes(w.operand)):
+        return f"{need} for the extents overridden in this call, {_span_bytes(w.operand)} for {w.layout()}"
+    return f"{need} for {w.layout()} of {_declared_dtype(w, f)}"
+
+
+def _span_bytes(operand: Mapping[str, Any]) -> int:
+    """Bytes from the first to past the last element of the declaration."""
+    _, bits, lanes = operand["dtype"]
+    elements = 1
+    for extent, stride in zip(operand["dims"], operand["strides"], strict=True):
+        if extent == 0:
+            return 0
+        elements += (extent - 1) * stride
+    return int(elements // operand["pack"] * bits * lanes // 8)
 
 
 def _declared_count(w: Where, f: Facts) -> str:
@@ -207,89 +231,253 @@ _ORDERED_STEP = "pass a list of buffers together with tensor_uids, a list of as 
 
 # rule -> (what is wrong, declared, given, next step). A detail from the native core follows the first part.
 RULES: dict[str, tuple[str, Callable[[Where, Facts], str], Callable[[Where, Facts], str], str]] = {
-    "missing": ("no buffer", _declared_layout, _words("none"),
-                "pass a buffer under the tensor, its uid or its name"),
-    "type": ("not a buffer this library can read", _words("a buffer"), _given_type,
-             "pass an array with __dlpack__, a NumPy array, an object with the array interface, or an int address"),
-    "bool": ("a bool is neither a buffer nor an address", _words("a buffer"), _words("a bool"),
-                "pass an array; for a scalar tensor declare it BOOLEAN and pass-by-value"),
-    "capsule": ("a raw DLPack capsule is not accepted, since it can be consumed only once", _words("a buffer"),
-                _words("a capsule"), "pass the array it was made from"),
-    "producer": ("the buffer cannot be read", _declared_layout, _given_type, "see the producer's own error above"),
-    "dtype": ("wrong data type", _declared_dtype, _given_dtype,
-              "convert the buffer, or declare the tensor with the buffer's data type"),
-    "subbyte": ("unpacked elements of a sub-byte type", _declared_dtype, _given_dtype,
-                "pack two elements per byte with opgraph.datatypes.pack_subbyte, and pass the bytes as uint8"),
-    "device": ("wrong device", _declared_device, _given_device,
-               "move the buffer to the plan's device, or build the graph for the buffer's device"),
+    "missing": (
+        "no buffer",
+        _declared_layout,
+        _words("none"),
+        "pass a buffer under the tensor, its uid or its name",
+    ),
+    "type": (
+        "not a buffer this library can read",
+        _words("a buffer"),
+        _given_type,
+        "pass an array with __dlpack__, a NumPy array, an object with the array interface, or an int address",
+    ),
+    "bool": (
+        "a bool is neither a buffer nor an address",
+        _words("a buffer"),
+        _words("a bool"),
+        "pass an array; for a scalar tensor declare it BOOLEAN and pass-by-value",
+    ),
+    "capsule": (
+        "a raw DLPack capsule is not accepted, since it can be consumed only once",
+        _words("a buffer"),
+        _words("a capsule"),
+        "pass the array it was made from",
+    ),
+    "producer": (
+        "the buffer cannot be read",
+        _declared_layout,
+        _given_type,
+        "see the producer's own error above",
+    ),
+    "dtype": (
+        "wrong data type",
+        _declared_dtype,
+        _given_dtype,
+        "convert the buffer, or declare the tensor with the buffer's data type",
+    ),
+    "subbyte": (
+        "unpacked elements of a sub-byte type",
+        _declared_dtype,
+        _given_dtype,
+        "pack two elements per byte with opgraph.datatypes.pack_subbyte, and pass the bytes as uint8",
+    ),
+    "device": (
+        "wrong device",
+        _declared_device,
+        _given_device,
+        "move the buffer to the plan's device, or build the graph for the buffer's device",
+    ),
     "rank": ("too many axes", _declared_rank, _given_layout, "pass a view with fewer axes"),
-    "layout": ("the buffer's layout does not fit the declaration", _declared_layout, _given_layout, _LAYOUT_STEP),
-    "bytes": ("the buffer is too small", _declared_bytes, _given_bytes, "pass a buffer of at least that size"),
-    "negative_stride": ("negative strides are not supported", _declared_layout, _given_layout,
-                        "pass a copy in forward order"),
+    "layout": (
+        "the buffer's layout does not fit the declaration",
+        _declared_layout,
+        _given_layout,
+        _LAYOUT_STEP,
+    ),
+    "bytes": (
+        "the buffer is too small",
+        _declared_bytes,
+        _given_bytes,
+        "pass a buffer of at least that size",
+    ),
+    "negative_stride": (
+        "negative strides are not supported",
+        _declared_layout,
+        _given_layout,
+        "pass a copy in forward order",
+    ),
     "negative_extent": ("negative extent", _declared_layout, _given_layout, "extents are 0 or more"),
-    "self_overlap": ("the output overlaps itself: several elements share one address", _declared_layout, _given_layout,
-                     "pass an output buffer in which each element has its own memory"),
-    "read_only": ("the buffer is read-only", _declared_role, _words("a read-only buffer"), "pass a writable buffer"),
-    "requires_grad": ("the buffer requires grad", _declared_role, _words("a tensor that requires grad"),
-                      "pass tensor.detach(), or an output that does not require grad"),
-    "conjugate": ("the tensor is a lazy conjugate", _declared_role, _words("a conjugate view"),
-                  "pass tensor.resolve_conj()"),
-    "negative_bit": ("the tensor is a lazy negation", _declared_role, _words("a negated view"),
-                     "pass tensor.resolve_neg()"),
-    "null_address": ("no memory: the address is null", _declared_layout, _given_address,
-                     "pass a real array; fake and meta tensors hold no data, so execute outside of tracing"),
-    "address": ("not an address", _words("an int address of 0 or more"), _given_address, "pass array.data_ptr()"),
-    "overlap": ("the output shares memory with another operand", _declared_other, _given_other,
-                "pass separate memory"),
-    "inplace": ("the plan cannot work in place for this pair", _declared_other, _given_other,
-                "pass an output buffer of its own"),
-    "ragged_offsets": ("the ragged offsets do not fit the buffer", _declared_layout, _given_elements,
-                       "offsets start at 0 or more, never fall, and end inside the buffer"),
-    "override_length": ("the override lists differ in length", _declared_count, _given_count,
-                        _OVERRIDE_STEP),
-    "override_rank": ("the override has another rank", _declared_layout, _given_layout,
-                      "an override keeps the declared rank, and its stride has as many entries as its shape"),
-    "override_extent": ("the override does not fit", _declared_layout, _given_layout,
-                        "extents are 0 or more and the buffer has to hold them"),
+    "self_overlap": (
+        "the output overlaps itself: several elements share one address",
+        _declared_layout,
+        _given_layout,
+        "pass an output buffer in which each element has its own memory",
+    ),
+    "read_only": (
+        "the buffer is read-only",
+        _declared_role,
+        _words("a read-only buffer"),
+        "pass a writable buffer",
+    ),
+    "requires_grad": (
+        "the buffer requires grad",
+        _declared_role,
+        _words("a tensor that requires grad"),
+        "pass tensor.detach(), or an output that does not require grad",
+    ),
+    "conjugate": (
+        "the tensor is a lazy conjugate",
+        _declared_role,
+        _words("a conjugate view"),
+        "pass tensor.resolve_conj()",
+    ),
+    "negative_bit": (
+        "the tensor is a lazy negation",
+        _declared_role,
+        _words("a negated view"),
+        "pass tensor.resolve_neg()",
+    ),
+    "null_address": (
+        "no memory: the address is null",
+        _declared_layout,
+        _given_address,
+        "pass a real array; fake and meta tensors hold no data, so execute outside of tracing",
+    ),
+    "address": (
+        "not an address",
+        _words("an int address of 0 or more"),
+        _given_address,
+        "pass array.data_ptr()",
+    ),
+    "overlap": (
+        "the output shares memory with another operand",
+        _declared_other,
+        _given_other,
+        "pass separate memory",
+    ),
+    "inplace": (
+        "the plan cannot work in place for this pair",
+        _declared_other,
+        _given_other,
+        "pass an output buffer of its own",
+    ),
+    "ragged_offsets": (
+        "the ragged offsets do not fit the buffer",
+        _declared_layout,
+        _given_elements,
+        "offsets start at 0 or more, never fall, and end inside the buffer",
+    ),
+    "override_length": ("the override lists differ in length", _declared_count, _given_count, _OVERRIDE_STEP),
+    "override_rank": (
+        "the override has another rank",
+        _declared_layout,
+        _given_layout,
+        "an override keeps the declared rank, and its stride has as many entries as its shape",
+    ),
+    "override_extent": (
+        "the override does not fit",
+        _declared_layout,
+        _given_layout,
+        "extents are 0 or more and the buffer has to hold them",
+    ),
     "override_type": ("overrides must be lists of ints", _words("ints"), _given_type, _OVERRIDE_STEP),
-    "override_duplicate": ("the tensor is overridden twice", _words("one override per tensor"), _nothing,
-                           _OVERRIDE_STEP),
-    "override_unknown": ("an override names no operand of this graph", _words("uids of operands"), _given_type,
-                         _OVERRIDE_STEP),
-    "override_kind": ("pass-by-value, ragged, reordered and packed tensors have no layout to override",
-                      _declared_layout, _given_layout, "leave it out of the override lists"),
-    "overrides_unsupported": ("the selected plan does not honour overrides", _words("no overrides"), _nothing,
-                              "build with is_override_shape_enabled=True"),
-    "ordered_form": ("a list of buffers needs tensor_uids, and tensor_uids a list of buffers",
-                     _words("both or neither"), _given_type, _ORDERED_STEP),
-    "ordered_length": ("the list of buffers and tensor_uids differ in length", _declared_count, _given_count,
-                       _ORDERED_STEP),
-    "ordered_duplicate": ("Duplicate tensor uid in tensor_uids", _words("distinct uids"), _given_count,
-                          _ORDERED_STEP),
+    "override_duplicate": (
+        "the tensor is overridden twice",
+        _words("one override per tensor"),
+        _nothing,
+        _OVERRIDE_STEP,
+    ),
+    "override_unknown": (
+        "an override names no operand of this graph",
+        _words("uids of operands"),
+        _given_type,
+        _OVERRIDE_STEP,
+    ),
+    "override_kind": (
+        "pass-by-value, ragged, reordered and packed tensors have no layout to override",
+        _declared_layout,
+        _given_layout,
+        "leave it out of the override lists",
+    ),
+    "overrides_unsupported": (
+        "the selected plan does not honour overrides",
+        _words("no overrides"),
+        _nothing,
+        "build with is_override_shape_enabled=True",
+    ),
+    "ordered_form": (
+        "a list of buffers needs tensor_uids, and tensor_uids a list of buffers",
+        _words("both or neither"),
+        _given_type,
+        _ORDERED_STEP,
+    ),
+    "ordered_length": (
+        "the list of buffers and tensor_uids differ in length",
+        _declared_count,
+        _given_count,
+        _ORDERED_STEP,
+    ),
+    "ordered_duplicate": (
+        "Duplicate tensor uid in tensor_uids",
+        _words("distinct uids"),
+        _given_count,
+        _ORDERED_STEP,
+    ),
     "ordered_type": ("tensor_uids must hold int uids", _words("ints"), _given_type, _ORDERED_STEP),
-    "mapping_type": ("the operands are neither a mapping nor a list", _words("a mapping or a list with tensor_uids"),
-                     _given_type, "pass {tensor: buffer, ...}"),
-    "workspace_missing": ("the plan needs a workspace", _declared_bytes, _words("none (0 bytes)"),
-                          "allocate graph.get_workspace_size() bytes and pass them as workspace"),
-    "workspace_small": ("the workspace is too small", _declared_bytes, _given_bytes,
-                        "allocate graph.get_workspace_size() bytes"),
-    "workspace_strided": ("the workspace is not dense, so its byte count is not a byte range",
-                          _words("a dense buffer"), _given_layout, "pass a contiguous buffer, uint8 by custom"),
-    "workspace_overlap": ("the workspace shares memory with an operand", _words("memory of its own"), _given_other,
-                          "pass separate memory"),
-    "workspace_unknown": ("the workspace is a bare address, so its size is not known", _words("a sized buffer"),
-                          _given_address, "pass an array as workspace"),
+    "mapping_type": (
+        "the operands are neither a mapping nor a list",
+        _words("a mapping or a list with tensor_uids"),
+        _given_type,
+        "pass {tensor: buffer, ...}",
+    ),
+    "workspace_missing": (
+        "the plan needs a workspace",
+        _declared_bytes,
+        _words("none (0 bytes)"),
+        "allocate graph.get_workspace_size() bytes and pass them as workspace",
+    ),
+    "workspace_small": (
+        "the workspace is too small",
+        _declared_bytes,
+        _given_bytes,
+        "allocate graph.get_workspace_size() bytes",
+    ),
+    "workspace_strided": (
+        "the workspace is not dense, so its byte count is not a byte range",
+        _words("a dense buffer"),
+        _given_layout,
+        "pass a contiguous buffer, uint8 by custom",
+    ),
+    "workspace_overlap": (
+        "the workspace shares memory with an operand",
+        _words("memory of its own"),
+        _given_other,
+        "pass separate memory",
+    ),
+    "workspace_unknown": (
+        "the workspace is a bare address, so its size is not known",
+        _words("a sized buffer"),
+        _given_address,
+        "pass an array as workspace",
+    ),
     "handle_type": ("not a handle", _words("a Handle"), _given_type, "make one with opgraph.create_handle()"),
-    "handle_device": ("the handle is of another device", _declared_device, _given_handle,
-                      "pass a handle of the plan's device"),
-    "scalar": ("the value does not convert exactly", _declared_scalar, _given_type,
-               "pass a value that the declared data type holds"),
-}  # fmt: skip
+    "handle_device": (
+        "the handle is of another device",
+        _declared_device,
+        _given_handle,
+        "pass a handle of the plan's device",
+    ),
+    "scalar": (
+        "the value does not convert exactly",
+        _declared_scalar,
+        _given_type,
+        "pass a value that the declared data type holds",
+    ),
+}
 
-_KIND_RULES = frozenset((
-    "type", "bool", "capsule", "override_type", "ordered_type", "mapping_type", "handle_type",
-))  # fmt: skip
+_KIND_RULES = frozenset(
+    (
+        "type",
+        "bool",
+        "capsule",
+        "override_type",
+        "ordered_type",
+        "mapping_type",
+        "handle_type",
+    )
+)
 
 
 def raise_refusal(rule: str, where: Where, facts: Facts) -> NoReturn:

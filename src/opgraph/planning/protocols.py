@@ -19,7 +19,7 @@ __all__ = ["Description", "device_of", "read"]
 # alive
 Description = tuple[
     int, tuple[int, ...], tuple[int, ...] | None, tuple[int, int, int], tuple[int, int], bool, object
-]  # fmt: skip
+]
 
 _KIND_CODES = {"i": 0, "u": 1, "f": 2, "c": 5, "b": 6}
 
@@ -34,9 +34,9 @@ def read(obj: Any, plan_device: tuple[int, int]) -> Description:
         return _array_interface(obj, interface, (CPU, 0))
     if callable(getattr(obj, "data_ptr", None)) and hasattr(obj, "shape"):
         return _address_object(obj, plan_device)
-    data = getattr(obj, "data", None)
-    if isinstance(getattr(data, "ptr", None), int) and hasattr(obj, "shape"):
-        return _pointer_object(obj, data.ptr, plan_device)
+    pointer: Any = getattr(getattr(obj, "data", None), "ptr", None)
+    if isinstance(pointer, int) and hasattr(obj, "shape"):
+        return _pointer_object(obj, pointer, plan_device)
     raise TypeError(f"{cls.__name__} has none of the buffer protocols")
 
 

@@ -7,7 +7,7 @@ Knob `precision`: `native` computes FLOAT, HALF and BFLOAT16 nodes in float32 wi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from opgraph.engines.cpu.program import compile_program
 from opgraph.engines.support import Candidate, CompiledPlan, Constraint, Engine, Target
@@ -68,7 +68,8 @@ def _packed(spec: GraphSpec, target: Target) -> str | None:
         unit = [a for a, (extent, step) in enumerate(axes) if step == 1 and extent > 1]
         others = [step for a, (extent, step) in enumerate(axes) if extent > 1 and a not in unit[-1:]]
         if not unit or tensor.dim[unit[-1]] % 2 or any(step % 2 for step in others):
-            return f"{tensor_label(tensor)} is {tensor.data_type.name} with dim {tensor.dim} stride {tensor.stride}"
+            kind = tensor.data_type.name
+            return f"{tensor_label(tensor)} is {kind} with dim {tensor.dim} stride {tensor.stride}"
     return None
 
 
@@ -87,8 +88,10 @@ class CpuEngine(Engine):
     """See the module."""
 
     name = "cpu"
-    engine_ids = _IDS
-    knobs = {"precision": "native (float32, NumPy's BLAS) or float64 (accumulate in float64, round once)"}
+    engine_ids: ClassVar = _IDS
+    knobs: ClassVar = {
+        "precision": "native (float32, NumPy's BLAS) or float64 (accumulate in float64, round once)"
+    }
     constraints = (
         Constraint("device", "it runs on host memory", _device),
         Constraint("operator", "every operator needs a NumPy reference", _operators),

@@ -160,9 +160,8 @@ def compile_program(spec: GraphSpec, *, precise: bool) -> Program:
     loads = []
     for i, tensor in sorted(enumerate(spec.operands), key=lambda item: item[1].uid not in offsets):
         storage = storage_of(tensor, register)
-        if tensor.uid in last_read or tensor.uid in offsets:
-            if not tensor.is_output:
-                loads.append((i, storage))
+        if not tensor.is_output and (tensor.uid in last_read or tensor.uid in offsets):
+            loads.append((i, storage))
         if tensor.is_output and storage.direct:
             loads.append((i, _OptionalView() if tensor.is_virtual else storage))
 

@@ -7,7 +7,7 @@ leaves all outputs as they are, and can ask for a workspace to see how a call tr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from opgraph.engines.support import Candidate, Carve, CompiledPlan, Engine, Target, layout_carves
 from opgraph.ir.enums import knob_type
@@ -22,12 +22,12 @@ class NullEngine(Engine):
     """See the module."""
 
     name = "null"
-    engine_ids = {20100: {}}
-    knobs = {
+    engine_ids: ClassVar = {20100: {}}
+    knobs: ClassVar = {
         "workspace": "bytes of workspace to ask for (an int of 0 or more); default: what the carves need",
         "carves": "regions to carve from the workspace, a list of (data_type, shape)",
     }
-    knob_types = {knob_type.WORKSPACE: "workspace"}
+    knob_types: ClassVar = {knob_type.WORKSPACE: "workspace"}
     named_only = True
 
     def propose(self, spec: GraphSpec, target: Target) -> list[Candidate]:
