@@ -54,11 +54,10 @@ def float_graph(name: str) -> Any:
     return og.pygraph(name, io_data_type=float32, intermediate_data_type=float32, compute_data_type=float32)
 
 
-def layer_norm(g: Any, x: Any, prefix: str) -> Any:
+def layer_norm(g: Any, x: Any, prefix: str, rank: int = 2) -> Any:
     """Normalise the last axis of `x`, with operands `<prefix>_scale` and `<prefix>_bias` `[WIDTH]`."""
-    ones = [1] * len(x.dim)
-    scale = g.tensor(dim=[*ones[:-1], WIDTH], name=f"{prefix}_scale")
-    bias = g.tensor(dim=[*ones[:-1], WIDTH], name=f"{prefix}_bias")
+    row = [1] * (rank - 1) + [WIDTH]
+    scale, bias = (g.tensor(dim=row, name=f"{prefix}_{part}") for part in ("scale", "bias"))
     epsilon = g.tensor_scalar(EPSILON, og.scalar_type.COMPILE_TIME_CONST)
     inference = og.norm_forward_phase.INFERENCE
     return g.layernorm(x, scale, bias, epsilon, norm_forward_phase=inference, name=f"{prefix}_norm")[0]
@@ -82,7 +81,7 @@ def embedding_graph(batch: int, length: int) -> Any:
     g = float_graph("embedding")
     words = g.tensor(dim=[batch, length, WIDTH], name="words")
     positions = g.tensor(dim=[1, length, WIDTH], name="positions")
-    hidden = layer_norm(g, g.add(words, positions), "embedding")
+    hidden = layer_norm(g, g.add(words, positions), "embedding", rank=3)
     hidden.set_name("hidden").set_output(True)
     g.build(device="cpu")
     return g

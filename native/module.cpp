@@ -34,6 +34,7 @@ nb::dict describe(nb::object buffer, int64_t stream, nb::object hooks) {
   const opgraph::TypeEntry* none = nullptr;
   const Rule rule = opgraph::read_buffer(buffer.ptr(), any, r, none);
   if (rule != Rule::ok) {
+    opgraph::release(r);
     if (PyErr_Occurred()) throw nb::python_error();
     PyErr_Format(PyExc_TypeError, "%s is no buffer that can be read", Py_TYPE(buffer.ptr())->tp_name);
     throw nb::python_error();

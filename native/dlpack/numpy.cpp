@@ -43,11 +43,13 @@ constexpr Named kNamed[] = {
 };
 
 OG_COLD bool user_dtype(PyArray_Descr* d, DLDataType& out) {
+  // A structured type may carry a scalar class of any name: only registered element types count.
+  if (d->type_num < NPY_USERDEF) return false;
   const char* full = d->typeobj ? d->typeobj->tp_name : "";
   const char* dot = std::strrchr(full, '.');
   const char* name = dot ? dot + 1 : full;
   for (const Named& n : kNamed)
-    if (std::strcmp(n.name, name) == 0) {
+    if (std::strcmp(n.name, name) == 0 && n.dtype.bits * n.dtype.lanes == 8 * PyDataType_ELSIZE(d)) {
       out = n.dtype;
       const int slot = d->type_num - NPY_USERDEF;
       if (slot >= 0 && slot < kUserTypes)
@@ -169,6 +171,8 @@ Rule read_numpy(PyObject* obj, Reading& out) {
   }
   if (OG_UNLIKELY(!array_dtype(d, itemsize, out.t.dtype))) return refuse_dtype(d);
   if (OG_UNLIKELY(!PyArray_ISNOTSWAPPED(a))) return refuse_order(d);
+  out.t.ndim = rank;
+  out.t.device = {kDLCPU, 0};
   if (OG_UNLIKELY(rank > kMaxBufferRank)) return Rule::rank;
   const npy_intp* strides = PyArray_STRIDES(a);
   const int shift = std::countr_zero(static_cast<unsigned long>(itemsize));
@@ -180,8 +184,6 @@ Rule read_numpy(PyObject* obj, Reading& out) {
   if (OG_UNLIKELY(low_bits & (itemsize - 1)))
     if (const Rule r = divide_strides(a, itemsize, out); r != Rule::ok) return r;
   out.t.data = PyArray_DATA(a);
-  out.t.device = {kDLCPU, 0};
-  out.t.ndim = rank;
   out.t.shape = reinterpret_cast<int64_t*>(PyArray_DIMS(a));
   out.t.strides = out.strides;
   out.t.byte_offset = 0;

@@ -61,7 +61,7 @@ const DLPackExchangeAPI* exchange_of(PyTypeObject* type) {
     if (PyCapsule_CheckExact(value.get())) {
       p = PyCapsule_GetPointer(value.get(), PyCapsule_GetName(value.get()));
       const char* label = PyCapsule_GetName(value.get());
-      if (!label || std::char_traits<char>::compare(label, "dlpack_exchange_api", 20) != 0) p = nullptr;
+      if (!label || std::string_view(label) != "dlpack_exchange_api") p = nullptr;
     } else if (PyLong_CheckExact(value.get())) {
       p = PyLong_AsVoidPtr(value.get());
     }
@@ -301,6 +301,7 @@ OG_COLD Rule read_other(PyObject* obj, const ReadContext& context, Reading& out)
   if (PyBool_Check(obj)) return Rule::boolean;
   if (PyCapsule_CheckExact(obj)) return Rule::capsule;
   if (PyUnicode_Check(obj) || PyBytes_Check(obj) || PyFloat_Check(obj)) return Rule::type;
+  if (is_numpy_scalar(obj)) return Rule::type;  // its array interface shows a temporary that is gone when we read it
   if (is_jax_type(type)) return read_jax(obj, context, out);
   Ref dlpack(type_attribute(type, "__dlpack__")), device(type_attribute(type, "__dlpack_device__"));
   if (dlpack && device) return read_dlpack(obj, context, out);

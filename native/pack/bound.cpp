@@ -3,6 +3,7 @@
 #include <structmember.h>
 
 #include "pack/pack.h"
+#include "pack/tracing.h"
 
 namespace opgraph {
 namespace {
@@ -36,6 +37,7 @@ int state_traverse(PyObject* self, visitproc visit, void* arg) {
   State* s = as_state(self);
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(s->pack);
+  for (int i = 0; s->call.operands && i < s->call.ex->n; i++) Py_VISIT(s->call.operands[i].value);
   for (PyObject* p : s->kept) Py_VISIT(p);
   return 0;
 }
@@ -92,6 +94,7 @@ PyObject* bound_call(PyObject* self, PyObject* const*, size_t nargsf, PyObject* 
     return nullptr;
   }
   if (!b->run) Py_RETURN_NONE;  // the empty native step
+  const TracerPause pause;
   PyObject* state;
   OG_LOCK(self);
   state = Py_NewRef(b->state);
@@ -116,12 +119,14 @@ PyObject* bound_operands(State* old) {
 bool overlay(Executable* ex, PyObject* mapping, PyObject* changes) {
   Ref items(PyMapping_Items(changes));
   if (!items) {
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError) && !PyErr_ExceptionMatches(PyExc_TypeError)) return false;
     PyErr_Clear();
     return fail(ex, Rule::mapping_type, -1, -1, nullptr, changes);
   }
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(items.get()); i++) {
-    PyObject* key = PyTuple_GET_ITEM(PyList_GET_ITEM(items.get(), i), 0);
-    PyObject* value = PyTuple_GET_ITEM(PyList_GET_ITEM(items.get(), i), 1);
+    PyObject* item = PyList_GET_ITEM(items.get(), i);
+    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 2) return fail(ex, Rule::mapping_type, -1, -1, nullptr, changes);
+    PyObject *key = PyTuple_GET_ITEM(item, 0), *value = PyTuple_GET_ITEM(item, 1);
     if (key == Py_None || value == Py_None) continue;
     Ref index(PyObject_CallMethod(ex->hooks, "key", "O", key));
     if (!index) return false;
@@ -134,6 +139,7 @@ bool overlay(Executable* ex, PyObject* mapping, PyObject* changes) {
 }
 
 PyObject* bound_update(PyObject* self, PyObject* changes) {
+  const TracerPause pause;
   BoundCall* b = as_bound(self);
   Ref old;
   OG_LOCK(self);

@@ -182,7 +182,13 @@ bool gather_ordered(Call& call, PyObject* buffers, PyObject* uids) {
     }
   }
   std::unique_ptr<OrderRecord> scratch;
-  if (OG_UNLIKELY(!order) && !(order = order_record(ex, uids, scratch))) return false;
+  if (OG_UNLIKELY(!order)) {
+    if (!(order = order_record(ex, uids, scratch))) return false;
+    // That ran Python code for a list subclass, which may have changed either list.
+    const auto known = static_cast<Py_ssize_t>(order->index.size());
+    if (known != n || PySequence_Fast_GET_SIZE(buffers) != n)
+      return fail(ex, Rule::ordered_length, -1, -1, nullptr, nullptr, PySequence_Fast_GET_SIZE(buffers), known);
+  }
   PyObject** items = PySequence_Fast_ITEMS(buffers);
   for (Py_ssize_t i = 0; i < n; i++) {
     const int32_t index = order->index[i];
@@ -193,33 +199,51 @@ bool gather_ordered(Call& call, PyObject* buffers, PyObject* uids) {
 
 // ---- overrides ------------------------------------------------------------------------------------------------
 
-bool read_extents(Executable* ex, int index, PyObject* sequence, int64_t* out, int32_t* rank) {
-  if (!PyList_Check(sequence) && !PyTuple_Check(sequence)) {
-    Ref fast(PySequence_Tuple(sequence));
-    if (!fast) {
-      PyErr_Clear();
-      return fail(ex, Rule::override_type, index, -1, nullptr, sequence);
-    }
-    return read_extents(ex, index, fast.get(), out, rank);
+OG_COLD bool too_many_axes(Executable* ex, int index, PyObject* sequence, Py_ssize_t n) {
+  return fail(ex, Rule::override_rank, index, -1, nullptr, sequence, n, ex->specs[index].declared.rank);
+}
+
+// An int that is 0 or more and fits in 64 bits.
+inline bool read_extent(PyObject* number, int64_t& out) {
+  int overflow = 0;
+  out = PyLong_AsLongLongAndOverflow(number, &overflow);
+  return !overflow && out >= 0;
+}
+
+// Other sequences than lists and tuples, and other integers than exact ints: from a private tuple, since iterating and
+// `__index__` run Python code that may change the caller's lists.
+OG_COLD bool read_odd_extents(Executable* ex, int index, PyObject* sequence, int64_t* out, int32_t* rank) {
+  Ref copy(PySequence_Tuple(sequence));
+  if (!copy) {
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) return false;
+    PyErr_Clear();
+    return fail(ex, Rule::override_type, index, -1, nullptr, sequence);
   }
+  const Py_ssize_t n = PyTuple_GET_SIZE(copy.get());
+  if (n > kMaxRank) return too_many_axes(ex, index, copy.get(), n);
+  for (Py_ssize_t i = 0; i < n; i++) {
+    PyObject* item = PyTuple_GET_ITEM(copy.get(), i);
+    Ref number(PyBool_Check(item) ? nullptr : PyNumber_Index(item));
+    if (!number) {
+      if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) return false;
+      PyErr_Clear();
+      return fail(ex, Rule::override_type, index, -1, nullptr, copy.get());
+    }
+    if (!read_extent(number.get(), out[i])) return fail(ex, Rule::override_extent, index, -1, nullptr, copy.get());
+  }
+  *rank = static_cast<int32_t>(n);
+  return true;
+}
+
+bool read_extents(Executable* ex, int index, PyObject* sequence, int64_t* out, int32_t* rank) {
+  if (OG_UNLIKELY(!PyList_CheckExact(sequence) && !PyTuple_CheckExact(sequence)))
+    return read_odd_extents(ex, index, sequence, out, rank);
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(sequence);
-  if (n > kMaxRank) return fail(ex, Rule::override_rank, index, -1, nullptr, sequence, n, ex->specs[index].declared.rank);
+  if (n > kMaxRank) return too_many_axes(ex, index, sequence, n);
   PyObject** items = PySequence_Fast_ITEMS(sequence);
   for (Py_ssize_t i = 0; i < n; i++) {
-    long long v;
-    if (OG_LIKELY(PyLong_CheckExact(items[i]))) {
-      v = PyLong_AsLongLong(items[i]);
-    } else {
-      Ref number(PyBool_Check(items[i]) ? nullptr : PyNumber_Index(items[i]));
-      if (!number) {
-        PyErr_Clear();
-        return fail(ex, Rule::override_type, index, -1, nullptr, sequence);
-      }
-      v = PyLong_AsLongLong(number.get());
-    }
-    if (v == -1 && PyErr_Occurred()) return false;
-    if (v < 0) return fail(ex, Rule::override_extent, index, -1, nullptr, sequence, v);
-    out[i] = v;
+    if (OG_UNLIKELY(!PyLong_CheckExact(items[i]))) return read_odd_extents(ex, index, sequence, out, rank);
+    if (OG_UNLIKELY(!read_extent(items[i], out[i]))) return fail(ex, Rule::override_extent, index, -1, nullptr, sequence);
   }
   *rank = static_cast<int32_t>(n);
   return true;
@@ -227,7 +251,7 @@ bool read_extents(Executable* ex, int index, PyObject* sequence, int64_t* out, i
 
 OG_COLD int find_uid(Executable* ex, PyObject* uid) {
   if (!PyLong_Check(uid) || PyBool_Check(uid)) {
-    fail(ex, Rule::ordered_type, -1, -1, nullptr, uid);
+    fail(ex, Rule::override_type, -1, -1, nullptr, uid);
     return -1;
   }
   PyObject* found = PyDict_GetItemWithError(ex->keys, uid);
@@ -268,6 +292,8 @@ bool apply_override(Call& call, int index, PyObject* shape, PyObject* stride) {
   }
   op.live.rank = rank;
   op.layout = &op.live;
+  if (OG_UNLIKELY(span_elements(rank, op.live.dims, op.live.strides) > (kUnbounded >> spec.item_shift)))
+    return fail(ex, Rule::override_extent, index, -1, nullptr, shape);  // spans more bytes than 64 bits count
   if (OG_UNLIKELY(spec.has(kOutput) && !writes_once(op.live))) return fail(ex, Rule::self_overlap, index, -1, nullptr, stride);
   return true;
 }
@@ -287,9 +313,14 @@ bool gather_overrides(Call& call, const CallArguments& a) {
   if (n <= 0) return true;
   if (!ex->overrides) return fail(ex, Rule::overrides_unsupported, -1);
   for (Py_ssize_t i = 0; i < n; i++) {
-    const int index = index_of_uid(ex, PySequence_Fast_GET_ITEM(lists[0], i));
-    if (index < 0) return false;
-    if (!apply_override(call, index, PySequence_Fast_GET_ITEM(lists[1], i), PySequence_Fast_GET_ITEM(lists[2], i))) return false;
+    // Reading an entry may run Python code that changes the lists: look again, and hold what is being read.
+    for (PyObject* list : lists)
+      if (OG_UNLIKELY(PySequence_Fast_GET_SIZE(list) != n))
+        return fail(ex, Rule::override_length, -1, -1, nullptr, nullptr, PySequence_Fast_GET_SIZE(list), n);
+    Ref uid(Py_NewRef(PySequence_Fast_GET_ITEM(lists[0], i)));
+    Ref shape(Py_NewRef(PySequence_Fast_GET_ITEM(lists[1], i))), stride(Py_NewRef(PySequence_Fast_GET_ITEM(lists[2], i)));
+    const int index = index_of_uid(ex, uid.get());
+    if (index < 0 || !apply_override(call, index, shape.get(), stride.get())) return false;
   }
   return true;
 }
@@ -405,6 +436,12 @@ bool take_live_layout(Operand& op, const OperandSpec& spec) {
   return true;
 }
 
+// A buffer of an output in which several elements share an address is named as that, whatever else it breaks.
+OG_COLD Rule output_layout(const OperandSpec& spec, const DLTensor& t, Rule rule) {
+  const bool shape = rule == Rule::layout || rule == Rule::bytes;
+  return shape && spec.has(kOutput) && !writes_once(BufferLayout{t.ndim, t.shape, t.strides}) ? Rule::self_overlap : rule;
+}
+
 OG_COLD Rule check_layout_slow(Call& call, int index) {
   Executable* ex = call.ex;
   const OperandSpec& spec = ex->specs[index];
@@ -424,7 +461,7 @@ OG_COLD Rule check_layout_slow(Call& call, int index) {
     return r;
   }
   if (ex->dynamic && (r == Rule::layout || r == Rule::bytes) && take_live_layout(op, spec)) return Rule::ok;
-  return r;
+  return output_layout(spec, t, r);
 }
 
 OG_COLD bool host_rule(const Executable* ex, const OperandSpec& spec, const Reading& r) {
@@ -461,7 +498,7 @@ inline Rule check_operand(Call& call, int index) {
       op.nbytes = op.available = span_elements(op.live.rank, op.live.dims, op.live.strides) << spec.item_shift;
       if (!layout_is(r.t, op.live.rank, op.live.dims, op.live.strides))
         if (const Rule o = match_override(spec, op.live, {r.t.ndim, r.t.shape, r.t.strides}, &op.available); o != Rule::ok)
-          return o;
+          return output_layout(spec, r.t, o);
     } else if (OG_LIKELY(layout_is(r.t, spec.declared.rank, spec.declared.dims, spec.declared.strides) && !spec.has(kRagged))) {
       op.available = spec.span_bytes;
     } else {
@@ -700,6 +737,10 @@ OG_COLD bool framework_stream(Call& call) {
 
 }  // namespace
 
+namespace {
+thread_local int t_depth = 0;  // calls of this thread that are under way
+}
+
 bool prepare_call(Call& call, const CallArguments& a) {
   Executable* ex = call.ex;
   const int n = ex->n;
@@ -774,12 +815,16 @@ PyObject* execute(Executable* ex, const CallArguments& arguments) {
   Call call;
   call.ex = ex;
   const size_t bytes = sizeof(Operand) * static_cast<size_t>(ex->n);
-  const bool heap = ex->n > kStackOperands;
+  // A producer may call execute() again while its buffer is read. Nested packs go to the heap, so that a runaway meets
+  // Python's recursion limit and not the end of the stack.
+  const bool heap = ex->n > kStackOperands || t_depth > 0;
+  t_depth++;
   call.operands = static_cast<Operand*>(OG_UNLIKELY(heap) ? PyMem_Malloc(bytes) : alloca(bytes));
-  if (!call.operands) return PyErr_NoMemory();
+  if (!call.operands) return t_depth--, PyErr_NoMemory();
   Py_INCREF(reinterpret_cast<PyObject*>(ex));  // a rebuild in another thread must not take it away under us
   const bool done = prepare_call(call, arguments) && run_call(call);
   finish_call(call);
+  t_depth--;
   Py_DECREF(reinterpret_cast<PyObject*>(ex));
   if (OG_UNLIKELY(heap)) PyMem_Free(call.operands);
   if (OG_UNLIKELY(!done)) return nullptr;

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "pack/bound.h"
+#include "pack/tracing.h"
 
 namespace opgraph {
 
@@ -120,6 +121,11 @@ bool read_spec(PyObject* d, OperandSpec& spec) {
   const int bits = spec.dtype.bits * spec.dtype.lanes;
   if (bits < 8 || bits % 8 || !std::has_single_bit(static_cast<unsigned>(bits / 8)) || bits > 256) {
     PyErr_Format(PyExc_ValueError, "tensor uid %lld: storage units of %d bits are not supported", static_cast<long long>(spec.uid), bits);
+    return false;
+  }
+  if (spec.has(kByValue) && bits > 8 * static_cast<int>(sizeof Operand::scalar)) {
+    PyErr_Format(PyExc_ValueError, "tensor uid %lld: a pass-by-value element of %d bits is not supported",
+                 static_cast<long long>(spec.uid), bits);
     return false;
   }
   spec.item_shift = static_cast<uint8_t>(std::countr_zero(static_cast<unsigned>(bits / 8)));
@@ -290,12 +296,14 @@ void executable_dealloc(PyObject* self) {
 PyObject* executable_execute(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
   CallArguments a;
   if (!parse_call("execute", args, nargs, kwnames, a)) return nullptr;
+  const TracerPause pause;
   return execute(as_executable(self), a);
 }
 
 PyObject* executable_bind(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
   CallArguments a;
   if (!parse_call("bind", args, nargs, kwnames, a)) return nullptr;
+  const TracerPause pause;
   return bound_new(as_executable(self), a);
 }
 
@@ -416,6 +424,7 @@ inline PyObject* current(PyObject* self, const CallArguments& a) {
 PyObject* graph_execute(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
   CallArguments a;
   if (OG_UNLIKELY(!parse_call("execute", args, nargs, kwnames, a))) return nullptr;
+  const TracerPause pause;
   Ref ex(current(self, a));
   return OG_LIKELY(static_cast<bool>(ex)) ? execute(as_executable(ex.get()), a) : nullptr;
 }
@@ -423,6 +432,7 @@ PyObject* graph_execute(PyObject* self, PyObject* const* args, Py_ssize_t nargs,
 PyObject* graph_bind(PyObject* self, PyObject* const* args, Py_ssize_t nargs, PyObject* kwnames) {
   CallArguments a;
   if (!parse_call("bind", args, nargs, kwnames, a)) return nullptr;
+  const TracerPause pause;
   Ref ex(current(self, a));
   return ex ? bound_new(as_executable(ex.get()), a) : nullptr;
 }

@@ -79,8 +79,8 @@ bool put_reading(PyObject* facts, const Reading& r) {
   if (r.address_only) return put(facts, "address", PyLong_FromVoidPtr(t.data));
   if (t.ndim < 0 || t.ndim > kMaxBufferRank) return put(facts, "rank", PyLong_FromLong(t.ndim));
   if (!put(facts, "dtype", Py_BuildValue("(iii)", t.dtype.code, t.dtype.bits, t.dtype.lanes))) return false;
-  if (t.shape && !put(facts, "dims", tuple_of(t.shape, t.ndim))) return false;
-  if (t.strides && !put(facts, "strides", tuple_of(t.strides, t.ndim))) return false;
+  if ((t.shape || t.ndim == 0) && !put(facts, "dims", tuple_of(t.shape, t.ndim))) return false;
+  if ((t.strides || t.ndim == 0) && !put(facts, "strides", tuple_of(t.strides, t.ndim))) return false;
   return put(facts, "address", PyLong_FromVoidPtr(t.data));
 }
 

@@ -133,9 +133,12 @@ int64_t to_bytes(int64_t elements, uint8_t shift) {
 // Rules every description has to pass before its layout means anything.
 Rule sane(const BufferLayout& b) {
   if (b.rank < 0 || b.rank > kMaxBufferRank) return Rule::rank;
-  for (int i = 0; i < b.rank; i++)
+  bool empty = false;
+  for (int i = 0; i < b.rank; i++) {
     if (b.dims[i] < 0) return Rule::negative_extent;
-  for (int i = 0; i < b.rank; i++)
+    empty = empty || b.dims[i] == 0;
+  }
+  for (int i = 0; i < b.rank && !empty; i++)
     if (b.dims[i] > 1 && b.strides[i] < 0) return Rule::negative_stride;
   return Rule::ok;
 }
@@ -196,7 +199,7 @@ void c_order(int32_t rank, const int64_t* dims, int64_t* strides) {
   }
 }
 
-bool writes_once(const Layout& layout) {
+bool writes_once(const BufferLayout& layout) {
   Axes axes = squeezed(layout.rank, layout.dims, layout.strides);
   for (int i = 0; i < axes.n; i++)
     if (axes.axis[i].extent == 0) return true;
@@ -235,7 +238,7 @@ Rule match_layout(const OperandSpec& spec, const BufferLayout& buffer, int64_t* 
   const Axes want = squeezed(d.rank, d.dims, d.strides);
   const Axes have = squeezed(buffer.rank, buffer.dims, buffer.strides);
   if (spec.span_bytes == 0) {
-    if (one_dense_axis(have) || same_empty_shape(want, have)) return Rule::ok;
+    if (have.n <= 1 || same_empty_shape(want, have)) return Rule::ok;
     Axes sorted = want;
     storage_order(sorted);
     return same_empty_shape(sorted, have) ? Rule::ok : Rule::layout;

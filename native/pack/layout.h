@@ -122,7 +122,8 @@ Rule match_override(const OperandSpec& spec, const Layout& live, const BufferLay
 bool is_dense(const BufferLayout& buffer);
 
 // Outputs: sorted by stride, each stride at least the span of the axes below it.
-bool writes_once(const Layout& layout);
+bool writes_once(const BufferLayout& layout);
+inline bool writes_once(const Layout& layout) { return writes_once({layout.rank, layout.dims, layout.strides}); }
 
 // Fills C-order strides for `dims`.
 void c_order(int32_t rank, const int64_t* dims, int64_t* strides);

@@ -20,8 +20,10 @@ from opgraph.ir.program import GraphIR
 from opgraph.ir.tensor import Tensor
 from opgraph.ops import OPS
 from opgraph.ops.activation import ActivationOps
+from opgraph.ops.attention import AttentionOps
 from opgraph.ops.base import apply_out_dims
 from opgraph.ops.matmul import MatmulOps
+from opgraph.ops.norm import NormOps
 from opgraph.ops.pointwise import PointwiseOps
 from opgraph.ops.reduction import ReductionOps
 from opgraph.planning.plan import Filters
@@ -60,7 +62,9 @@ class GraphContext:
         )
 
 
-class pygraph(PlanApi, MatmulOps, PointwiseOps, ActivationOps, ReductionOps, _native.GraphBase):
+class pygraph(
+    PlanApi, MatmulOps, PointwiseOps, ActivationOps, ReductionOps, NormOps, AttentionOps, _native.GraphBase
+):
     """A graph of tensor operations.
 
     Declare tensors and call operators, then `build()` and `execute({tensor: buffer, ...}, workspace)`.

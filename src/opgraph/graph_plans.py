@@ -16,6 +16,7 @@ from opgraph.planning.protocols import device_of
 from opgraph.planning.registry import registry
 
 if TYPE_CHECKING:
+    from opgraph.engines.support import CompiledPlan
     from opgraph.ir.program import GraphIR, GraphSpec
     from opgraph.ir.tensor import Tensor
     from opgraph.planning.plan import Filters
@@ -94,23 +95,19 @@ class PlanApi:
         )
 
     def _new_plans(self, spec: GraphSpec, target: Target) -> PlanList:
-        binding = Binding(
-            self._ir.name,
-            spec,
-            self._ir.all_tensors,
-            {tensor.uid: buffer for tensor, buffer in self._bound.items()},
-            target.device.key,
-            0 if self._handle is None else self._handle.stream,
-            target.dynamic,
-        )
-        return PlanList(
-            self._ir.name,
-            spec,
-            target,
-            registry,
-            self._filters,
-            lambda compiled: make_executable(binding, compiled),
-        )
+        name, tensors = self._ir.name, self._ir.all_tensors
+        bound = {tensor.uid: buffer for tensor, buffer in self._bound.items()}
+        device, stream = target.device.key, 0 if self._handle is None else self._handle.stream
+        made: list[
+            Binding
+        ] = []  # at the first plan that is built: a refused graph may hold types without buffers
+
+        def finish(compiled: CompiledPlan) -> Any:
+            if not made:
+                made.append(Binding(name, spec, tensors, bound, device, stream, target.dynamic))
+            return make_executable(made[0], compiled)
+
+        return PlanList(name, spec, target, registry, self._filters, finish)
 
     # ---- lifecycle
 

@@ -1,6 +1,6 @@
 """A graph that only declares: the operator mixins on the IR, without plans, engines or buffers.
 
-`run` evaluates its nodes one after the other with their NumPy references, rounding every tensor to its own type.
+`run` evaluates its nodes one by one with their NumPy references, rounding every tensor to its own type.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Declared(MatmulOps, PointwiseOps, ActivationOps, ReductionOps):
 
 
 def run(graph: Declared, feeds: dict[Any, Any], *, precise: bool = True, into: dict[Any, Any] | None = None):
-    """`{tensor: array}` of every tensor of the graph. `into` gives outputs memory of their own to write to."""
+    """`{tensor: array}` of every tensor of the graph. `into` gives outputs memory of their own."""
     spec = graph.ir.snapshot()
     values = {tensor.uid: np.asarray(array) for tensor, array in feeds.items()}
     memory = {tensor.uid: array for tensor, array in (into or {}).items()}

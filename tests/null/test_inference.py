@@ -12,13 +12,17 @@ from opgraph.ir import NodeType, cudnnGraphNotSupportedError, data_type, infer_l
 from opgraph.ops import FAMILIES, OPS
 from opgraph.ops.base import channels_last, format_preserving, row_major
 
-POINTWISE = (
-    "abs add add_square bias binary_select ceil cmp_eq cmp_ge cmp_gt cmp_le cmp_lt cmp_neq cos div elu "
-    "elu_backward erf exp floor gelu gelu_approx_tanh gelu_approx_tanh_backward gelu_backward gen_index "
-    "identity leaky_relu leaky_relu_backward log logical_and logical_not logical_or max min mod mul neg pow "
-    "reciprocal relu relu_backward rsqrt scale sigmoid sigmoid_backward sin softplus softplus_backward sqrt "
-    "sub swish swish_backward tan tanh tanh_backward"
-).split()
+# fmt: off
+POINTWISE = [
+    "abs", "add", "add_square", "bias", "binary_select", "ceil", "cmp_eq", "cmp_ge", "cmp_gt", "cmp_le",
+    "cmp_lt", "cmp_neq", "cos", "div", "elu", "elu_backward", "erf", "exp", "floor", "gelu",
+    "gelu_approx_tanh", "gelu_approx_tanh_backward", "gelu_backward", "gen_index", "identity", "leaky_relu",
+    "leaky_relu_backward", "log", "logical_and", "logical_not", "logical_or", "max", "min", "mod", "mul",
+    "neg", "pow", "reciprocal", "relu", "relu_backward", "rsqrt", "scale", "sigmoid", "sigmoid_backward",
+    "sin", "softplus", "softplus_backward", "sqrt", "sub", "swish", "swish_backward", "tan", "tanh",
+    "tanh_backward",
+]
+# fmt: on
 
 
 # ---- layouts
@@ -316,7 +320,7 @@ def test_live_geometry_follows_overrides():
     _, spec, a, b, middle, c = chain()
     live = ((2, 3), (3, 1))
     result = infer_live(spec, dict.fromkeys((a.uid, b.uid, c.uid), live))
-    assert result == {uid: live for uid in (a.uid, b.uid, middle.uid, c.uid)}
+    assert result == dict.fromkeys((a.uid, b.uid, middle.uid, c.uid), live)
     assert middle.dim == (4, 3)
     empty = infer_live(spec, dict.fromkeys((a.uid, b.uid, c.uid), ((0, 3), (3, 1))))
     assert empty[middle.uid][0] == (0, 3)
@@ -354,7 +358,11 @@ def test_dims_set_by_the_user_are_checked_against_the_live_ones():
 
     graph = Declared()
     a = graph.tensor([4, 3], name="A")
-    c = graph.reduction(graph.relu(a), mode=reduction_mode.ADD, out_dims=[4, 1]).set_output(True).set_name("C")
+    c = (
+        graph.reduction(graph.relu(a), mode=reduction_mode.ADD, out_dims=[4, 1])
+        .set_output(True)
+        .set_name("C")
+    )
     spec = graph.ir.snapshot()
     assert infer_live(spec, {a.uid: ((2, 3), (3, 1)), c.uid: ((2, 1), (1, 1))})[c.uid] == ((2, 1), (1, 1))
     with pytest.raises(ValueError, match=r"'C' \(uid 3\)"):

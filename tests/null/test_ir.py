@@ -169,7 +169,7 @@ def test_dims_strides_and_types_are_taken_in_many_spellings():
     t = ir.tensor(np.array([2, 3], dtype=np.int32), (np.int64(3), 1), np.float32)
     assert (t.dim, t.stride, t.data_type) == ((2, 3), (3, 1), data_type.FLOAT)
     assert all(type(n) is int for n in t.dim + t.stride)
-    assert ir.tensor((n for n in (2, 3))).dim == (2, 3)
+    assert ir.tensor(n for n in (2, 3)).dim == (2, 3)
     assert ir.tensor([2, 3], []).stride == (3, 1)
     assert ir.tensor([2, 3], data_type=data_type.NOT_SET).data_type is None
     assert ir.tensor([2, 3], reordering_type=tensor_reordering.NONE).reordering_type is None
@@ -445,7 +445,9 @@ def test_embedded_scalars_that_fit(dtype, value):
     graph.validate()
 
 
-@pytest.mark.parametrize("dtype, value", [(data_type.INT32, 0.5), (data_type.INT32, 2**31), (data_type.HALF, 1e6)])
+@pytest.mark.parametrize(
+    "dtype, value", [(data_type.INT32, 0.5), (data_type.INT32, 2**31), (data_type.HALF, 1e6)]
+)
 def test_embedded_scalars_that_do_not_fit_are_refused_when_the_graph_is_validated(dtype, value):
     graph = Declared(dtype)
     x = graph.tensor([1])

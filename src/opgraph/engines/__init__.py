@@ -8,3 +8,5 @@ Folders are found by name when a graph is first planned, and so are entry points
 from __future__ import annotations
 
 __all__: list[str] = []
+
+__all__ = ["device", "support"]

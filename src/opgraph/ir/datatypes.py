@@ -254,7 +254,7 @@ def round_to(array: Any, dt: data_type) -> np.ndarray[Any, Any]:
     kind = _ROWS[dt].kind
     if kind == "b":
         return truth(array)
-    if source.kind == "V":
+    if source.kind == "V" or (source.kind == "f" and source.itemsize == 1):  # float8_e5m2 alone says "f"
         array = array.astype(np.float32)
         if array.dtype == target:
             return array
@@ -316,9 +316,9 @@ def pack_subbyte(array: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
         raise TypeError(f"pack_subbyte takes a float4_e2m1fn or int4 array, not {array.dtype}")
     if array.ndim == 0 or array.shape[-1] % 2:
         raise ValueError(f"pack_subbyte: the last extent must be even, shape is {array.shape}")
-    nibbles = np.ascontiguousarray(array).view(np.uint8) & 0x0F
-    packed: np.ndarray[Any, np.dtype[np.uint8]] = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
-    return packed
+    nibbles: np.ndarray[Any, np.dtype[np.uint8]] = np.ascontiguousarray(array).view(np.uint8)
+    nibbles = nibbles & np.uint8(0x0F)
+    return nibbles[..., 0::2] | (nibbles[..., 1::2] << np.uint8(4))
 
 
 def unpack_subbyte(array: Any, dt: data_type) -> np.ndarray[Any, Any]:
@@ -328,11 +328,12 @@ def unpack_subbyte(array: Any, dt: data_type) -> np.ndarray[Any, Any]:
     packed = np.ascontiguousarray(array).view(np.uint8)
     if packed.ndim == 0:
         raise ValueError("unpack_subbyte takes an array of at least one axis")
-    nibbles: np.ndarray[Any, Any] = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), np.uint8)
+    nibbles = np.empty((*packed.shape[:-1], packed.shape[-1] * 2), np.uint8)
     nibbles[..., 0::2] = packed & 0x0F
     nibbles[..., 1::2] = packed >> 4
     if dt is data_type.INT4:
-        nibbles = (nibbles ^ 8) - np.uint8(8)  # sign-extends the nibble
+        nibbles ^= 8
+        nibbles -= 8  # sign-extends the nibble
     return nibbles.view(numpy_dtype(dt))
 
 

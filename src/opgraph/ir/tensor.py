@@ -82,10 +82,12 @@ def overlaps_itself(dim: Iterable[int], stride: Iterable[int]) -> bool:
     return False
 
 
-# (unpack, pack) by rank: a round trip through unsigned words checks kind and sign and converts NumPy integers, in
-# half the time of `tuple(map(index, values))` and `min`. What it refuses goes to `as_extents`, which has the
-# messages.
-PACKERS = tuple((packer.unpack, packer.pack) for packer in (Struct(f"{rank}Q") for rank in range(MAX_RANK + 1)))
+# (unpack, pack) by rank: a round trip through unsigned words checks kind and sign and converts NumPy integers
+# in half the time of `tuple(map(index, values))` and `min`. What it refuses goes to `as_extents`, which has
+# the messages.
+PACKERS = tuple(
+    (packer.unpack, packer.pack) for packer in (Struct(f"{rank}Q") for rank in range(MAX_RANK + 1))
+)
 NOT_PACKED = (TypeError, IndexError, StructError)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from . import activation, matmul, pointwise, reduction
+from . import activation, attention, matmul, norm, pointwise, reduction
 from .base import GraphOps, Math, OpDef, OutSpec, RefCall
 
 __all__ = ["FAMILIES", "OPS", "GraphOps", "Math", "OpDef", "OutSpec", "RefCall"]
 
 # Every family is listed here and nowhere else; its mixin class is a base of the graph class.
-FAMILIES = (matmul, pointwise, activation, reduction)
+FAMILIES = (matmul, pointwise, activation, reduction, norm, attention)
 
 
 def _table() -> dict[str, OpDef]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .base import Array, RefCall, graph_op, malformed
-from .elementwise import ElementwiseOps, end, host_number, infer, pointwise
+from .elementwise import ElementwiseOps, choose, end, host_number, infer, keep, pointwise
 from .pointwise import erf
 
 if TYPE_CHECKING:
@@ -55,7 +55,10 @@ class ActivationOps(ElementwiseOps):
         name: str = "",
         compute_data_type: Any = None,
     ) -> Tensor:
-        """dy where lower < x < upper; slope * dy where x <= lower; 0 where x >= upper. Defaults of relu."""
+        """dy where lower < x < upper; slope * dy where x <= lower; 0 where x >= upper. Defaults of relu.
+
+        A NaN in x counts as x <= lower.
+        """
         clips = _clips(negative_slope, lower_clip, upper_clip)
         return self._pointwise("relu_backward", (loss, input), name, compute_data_type, **clips)
 
@@ -210,36 +213,43 @@ def _region(call: RefCall) -> tuple[float, float, float | None]:
 def _relu(call: RefCall) -> Array:
     slope, low, high = _region(call)
     x = _real(call, "IN_0")
+    if slope == 0.0 and high is None:
+        return end(call, np.maximum, x, np.asarray(low, x.dtype))
     if slope == 0.0:  # apart, because -inf * 0 is NaN
-        if high is None:
-            return end(call, np.maximum, x, np.asarray(low, x.dtype))
         result = np.maximum(x, low)
-        return end(call, np.minimum, result, np.asarray(high, x.dtype), scratch=result)
-    result = x - low if low else x.copy()
-    result *= slope
-    if low:
+    elif low == 0.0:
+        below = np.minimum(x, 0)
+        below *= slope
+        result = np.maximum(x, 0)
+        result += below
+    else:
+        result = x - low
+        result *= slope
         result += low
-    np.copyto(result, x, where=x > low)
-    if high is not None:
-        np.copyto(result, high, where=x >= high)
-    return result
+        result = choose(x > low, x, result)
+    if high is None:
+        return result
+    if slope >= 0.0:
+        return end(call, np.minimum, result, np.asarray(high, x.dtype), scratch=result)
+    return choose(x >= high, np.full((1,) * x.ndim, high, x.dtype), result)
 
 
 def _relu_backward(call: RefCall) -> Array:
     slope, low, high = _region(call)
     dy, x = _real(call, "IN_0"), _real(call, "IN_1")
-    result = np.where(x > low, dy, dy * slope if slope else dy.dtype.type(0))
-    if high is not None:
-        np.copyto(result, 0.0, where=x >= high)
-    return result
+    inside = x > low
+    if slope:
+        result = dy * np.take(np.asarray([slope, 1], dy.dtype), inside.view(np.int8))
+    else:
+        result = keep(inside, dy)
+    return result if high is None else keep(~(x >= high), result)
 
 
 def _elu(call: RefCall) -> Array:
     x = _real(call, "IN_0")
-    result = np.minimum(x, 0)
-    np.expm1(result, out=result)
-    np.copyto(result, x, where=x > 0)
-    return result
+    below = np.minimum(x, 0)
+    np.expm1(below, out=below)
+    return end(call, np.add, below, np.maximum(x, 0), scratch=below)
 
 
 def _elu_backward(call: RefCall) -> Array:
@@ -276,47 +286,45 @@ _TANH_SCALE = sqrt(2 / pi)
 _CUBIC = 0.044715
 
 
-def _inner_tanh(x: Array) -> Array:
-    """tanh(sqrt(2/pi) (x + 0.044715 x^3)), a new array."""
-    t = x * x
-    t *= _CUBIC
-    t += 1
-    t *= x
-    t *= _TANH_SCALE
-    return np.tanh(t, out=t)
-
-
-def _gelu_approx_tanh(call: RefCall) -> Array:
-    x = _real(call, "IN_0")
-    t = _inner_tanh(x)
-    t += 1
-    t *= 0.5
-    return end(call, np.multiply, t, x, scratch=t)
-
-
-def _gelu_approx_tanh_backward(call: RefCall) -> Array:
-    x = np.clip(_real(call, "IN_1"), -100, 100)  # the derivative is 0 or 1 from there on
-    t = _inner_tanh(x)
-    slope = x * x
-    slope *= 3 * _CUBIC
-    slope += 1
-    slope *= x
-    slope *= _TANH_SCALE
-    square = t * t
-    np.subtract(1, square, out=square)
-    slope *= square
-    slope += t
-    slope += 1
-    slope *= 0.5
-    return _times_loss(call, slope)
-
-
 def _logistic(x: Array) -> Array:
     """1 / (1 + exp(-x)), a new array. exp may overflow to infinity, whose reciprocal is the right 0."""
     t = np.negative(x)
     np.exp(t, out=t)
     t += 1
     return np.reciprocal(t, out=t)
+
+
+def _twice_inner(x: Array) -> Array:
+    """2 sqrt(2/pi) (x + 0.044715 x^3), a new array: 0.5 (1 + tanh u) is sigmoid(2u), without cancellation."""
+    u = x * x
+    u *= _CUBIC
+    u += 1
+    u *= x
+    u *= 2 * _TANH_SCALE
+    return u
+
+
+def _gelu_approx_tanh(call: RefCall) -> Array:
+    x = _real(call, "IN_0")
+    u = _twice_inner(x)
+    np.negative(u, out=u)
+    np.exp(u, out=u)
+    u += 1
+    return end(call, np.divide, x, u, scratch=u)
+
+
+def _gelu_approx_tanh_backward(call: RefCall) -> Array:
+    x = np.clip(_real(call, "IN_1"), -100, 100)  # the derivative is 0 or 1 from there on
+    u = _twice_inner(x)
+    slope = x * x  # s (1 + x u' (1 - s)), s = sigmoid(u)
+    slope *= 3 * _CUBIC
+    slope += 1
+    slope *= x
+    slope *= 2 * _TANH_SCALE
+    slope *= _logistic(-u)
+    slope += 1
+    slope *= _logistic(u)
+    return _times_loss(call, slope)
 
 
 def _sigmoid(call: RefCall) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import gcd, log
+from math import log
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from ..ir.enums import NodeType, attention_implementation, data_type, diagonal_alignment
 from ..ir.errors import tensor_label
+from .attention_blocks import Attention
 from .base import (
     Array,
     GraphOps,
@@ -27,11 +28,11 @@ from .base import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from ..ir.tensor import Tensor
 
-__all__ = ["OPS", "AttentionOps", "alibi_slopes", "band_of", "softmax_block"]
+__all__ = ["OPS", "AttentionOps", "alibi_slopes", "band_of"]
 
 
 class AttentionOps(GraphOps):
@@ -86,33 +87,35 @@ class AttentionOps(GraphOps):
     ) -> list[Tensor | None]:
         """Attention softmax(attn_scale * q k^T + bias + masks) v; returns [O, Stats].
 
-            S = attn_scale * q k^T;  S += bias;  S[i, j] += slope[h] * (j - i) with ALiBi;  S = -inf where masked
+            S = attn_scale * q k^T + bias;  with ALiBi S[i, j] += slope[h] * (j - i);  S = -inf where masked
             M = max_j S, over the sink too;  L = sum_j exp(S - M) [+ exp(sink - M)];  P = exp(S - M) / L
             O = P v;  Stats = M + ln L;  score_max = M;  score_sum_exp = L
 
-        A row with every key masked has P = 0 and O = 0, M = Stats = -inf and L = 0 (with a sink: Stats = sink).
-        Query rows at or beyond their length are such rows, with a sink too: O = 0, Stats = -inf. Keys and values at
-        or beyond theirs are never read, NaN or not.
+        A row with every key masked has P = 0 and O = 0, M = Stats = -inf and L = 0 (with a sink: Stats =
+        sink). Query rows at or beyond their length are such rows, with a sink too: O = 0, Stats = -inf. Keys
+        and values at or beyond theirs are never read, NaN or not.
 
-        Shapes, logical axes batch, head, row, channel (strides free, but 1 on the last axis): q [B, Hq, Sq, Dqk],
-        k [B, Hk, Skv, Dqk], v [B, Hv, Skv, Dv]; Hk and Hv divide Hq, and query head h reads key head h // (Hq / Hk)
-        and value head h // (Hq / Hv). O [B, Hq, Sq, Dv] and Stats [B, Hq, Sq, 1], both row-major unless set (set dim
-        and stride of O together). q, k, v are HALF, BFLOAT16, FLOAT or DOUBLE; O has the graph's default type, Stats
-        FLOAT. q, k, v, O and the statistics may have ragged offsets; that needs the padding mask.
+        Shapes, with axes batch, head, row, channel (strides free, but 1 on the last axis):
+        q [B, Hq, Sq, Dqk], k [B, Hk, Skv, Dqk], v [B, Hv, Skv, Dv]; Hk and Hv divide Hq, and query head h
+        reads key head h // (Hq / Hk) and value head h // (Hq / Hv). O [B, Hq, Sq, Dv] and Stats
+        [B, Hq, Sq, 1], both row-major unless set (set dim and stride of O together). q, k, v are HALF,
+        BFLOAT16, FLOAT or DOUBLE; O has the graph's default type, Stats is FLOAT. q, k, v, O and the
+        statistics may have ragged offsets; that needs the padding mask.
 
         Args:
             attn_scale: factor of q k^T, a number or a tensor of one element. None is 1, not 1 / sqrt(Dqk).
-            generate_stats, is_inference: Stats is returned when generate_stats is true, or when that is None and
-                is_inference is False; else the second item is None.
+            generate_stats, is_inference: Stats is returned when generate_stats is true, or when that is
+                None and is_inference is False; else the second item is None.
             bias: added to S after scaling; each extent that of [B, Hq, Sq, Skv], or 1.
-            diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound: with delta = 0 (TOP_LEFT) or
-                Skv - Sq (BOTTOM_RIGHT; lengths instead of extents under padding), row i keeps column j where
-                j <= i + delta + right and j > i + delta - left. None is no limit. The left bound counts the diagonal:
-                left 1 with right 0 keeps the diagonal alone.
-            use_causal_mask, use_causal_mask_bottom_right: deprecated; right bound 0 with TOP_LEFT, BOTTOM_RIGHT.
+            diagonal_alignment, diagonal_band_left_bound, diagonal_band_right_bound: row i keeps column j
+                where j <= i + delta + right and j > i + delta - left; None is no limit. delta is 0 for
+                TOP_LEFT and Skv - Sq for BOTTOM_RIGHT, of the lengths instead of the extents under
+                padding. The left bound counts the diagonal: left 1 with right 0 keeps the diagonal alone.
+            use_causal_mask, use_causal_mask_bottom_right: deprecated; right bound 0 with the TOP_LEFT or
+                the BOTTOM_RIGHT alignment.
             sliding_window_length: deprecated; the left bound.
-            use_padding_mask, seq_len_q, seq_len_kv: lengths of each batch entry, INT32 [B, 1, 1, 1] or [B], at most
-                Sq and Skv.
+            use_padding_mask, seq_len_q, seq_len_kv: the lengths of each batch entry, INT32 [B, 1, 1, 1] or
+                [B], at most Sq and Skv.
             use_alibi_mask: ALiBi, see `alibi_slopes`; needs right bound 0.
             sink_token: FLOAT [1, Hq, 1, 1], one more logit per head, without a value.
             score_max, score_sum_exp: FLOAT tensors [B, Hq, Sq, 1] of this graph that receive M and L.
@@ -120,15 +123,16 @@ class AttentionOps(GraphOps):
             max_total_seq_len_q, max_total_seq_len_kv: rows that a ragged buffer holds in all.
             implementation, unfuse_fma: hints to engines, without effect on the definition.
 
-        The other options are part of the signature but not served yet: cu_seq_len_q and cu_seq_len_kv, dropout,
-        rng_dump, block_mask, the paged_attention arguments, score_mod, kv_mask, softmax_precision and
-        attn_scale_prefolded raise `cudnnGraphNotSupportedError` at `validate()`.
+        The other options are part of the signature but not served yet: cu_seq_len_q and cu_seq_len_kv,
+        dropout, rng_dump, block_mask, the paged_attention arguments, score_mod, kv_mask, softmax_precision
+        and attn_scale_prefolded raise `cudnnGraphNotSupportedError` at `validate()`.
 
-        Raises at `validate()`: `ValueError` for ranks other than 4, extents that do not fit, bounds out of range,
-        contradicting mask arguments, lengths without padding mask or the reverse. `cudnnGraphNotSupportedError` for
-        heads that do not divide, a last stride other than 1, a BOOLEAN bias, Stats that are not FLOAT, ALiBi without
-        right bound 0, BOTTOM_RIGHT with a bias, ALiBi or (without padding) Sq > Skv, and a left bound with Sq > Skv
-        (without padding). At execution, `ValueError` for a length outside its range.
+        Raises at `validate()`: `ValueError` for ranks other than 4, extents that do not fit, bounds out of
+        range, contradicting mask arguments, lengths without padding mask or the reverse.
+        `cudnnGraphNotSupportedError` for heads that do not divide, a last stride other than 1, a BOOLEAN
+        bias, Stats that are not FLOAT, ALiBi without right bound 0, BOTTOM_RIGHT with a bias, ALiBi or
+        (without padding) Sq > Skv, and a left bound with Sq > Skv (without padding). At execution,
+        `ValueError` for a length outside its range.
         """
         scale, scale_tensor = _number_or_tensor(attn_scale)
         inputs = {
@@ -155,7 +159,7 @@ class AttentionOps(GraphOps):
             "use_causal_mask": bool(use_causal_mask),
             "use_causal_mask_bottom_right": bool(use_causal_mask_bottom_right),
             "sliding_window_length": _int_or_none(sliding_window_length),
-            "diagonal_alignment": diagonal_alignment,
+            "diagonal_alignment": _alignment(diagonal_alignment),
             "diagonal_band_left_bound": _int_or_none(diagonal_band_left_bound),
             "diagonal_band_right_bound": _int_or_none(diagonal_band_right_bound),
             "use_padding_mask": bool(use_padding_mask),
@@ -197,6 +201,12 @@ def _number_or_tensor(value: Any) -> tuple[float | None, Any]:
     return None, value
 
 
+def _alignment(value: Any) -> diagonal_alignment:
+    if not isinstance(value, diagonal_alignment):
+        raise TypeError(f"sdpa: diagonal_alignment is a diagonal_alignment, given {value!r}")
+    return value
+
+
 def _int_or_none(value: Any) -> int | None:
     return None if value is None else index(value)
 
@@ -213,7 +223,7 @@ def _dropout(dropout: Any) -> tuple[float | None, dict[str, Any]]:
 
 
 def band_of(params: Mapping[str, Any]) -> tuple[bool, int | None, int | None]:
-    """(bottom right, left bound, right bound) of a node's attributes, with the deprecated spellings resolved."""
+    """(bottom right, left bound, right bound) of a node's attributes, deprecated spellings resolved."""
     left, right = params["diagonal_band_left_bound"], params["diagonal_band_right_bound"]
     if left is None:
         left = params["sliding_window_length"]
@@ -341,7 +351,9 @@ def _check_lengths(node: Any, batch: int) -> None:
     if len(given[0]) != len(given[1]):
         malformed(node, "lengths are needed for both sides", expected="seq_len_q and seq_len_kv", given=found)
     if params["use_padding_mask"] and not given[0]:
-        malformed(node, "use_padding_mask needs the lengths", expected="seq_len_q and seq_len_kv", given=found)
+        malformed(
+            node, "use_padding_mask needs the lengths", expected="seq_len_q and seq_len_kv", given=found
+        )
     if given[0] and not params["use_padding_mask"] and params["score_mod"] is None:
         malformed(node, "lengths need the padding mask", given=found, next_step="pass use_padding_mask=True")
     for port in ("seq_len_q", "seq_len_kv"):
@@ -409,16 +421,16 @@ def _check_band(node: Any, rows: int, keys: int) -> None:
         malformed(node, "the left bound counts the diagonal", expected="1 or more", given=left)
     if right is not None and right < 0:
         malformed(node, "the right bound must not be negative", expected="0 or more", given=right)
-    if params["score_mod"] is not None and (left is not None or right is not None or params["use_alibi_mask"]):
+    if params["score_mod"] is not None and (
+        left is not None or right is not None or params["use_alibi_mask"]
+    ):
         malformed(node, "score_mod excludes the built-in masks", next_step="build the mask in score_mod")
     if params["use_alibi_mask"] and right != 0:
         unsupported(node, "use_alibi_mask needs right bound 0", expected=0, given=right)
     tall = rows > keys and not params["use_padding_mask"]
     next_step = "pass lengths with use_padding_mask=True"
     if tall and left is not None:
-        unsupported(
-            node, "a left bound needs Sq <= Skv", given=f"Sq {rows}, Skv {keys}", next_step=next_step
-        )
+        unsupported(node, "a left bound needs Sq <= Skv", given=f"Sq {rows}, Skv {keys}", next_step=next_step)
     if bottom_right and (left is not None or right is not None):
         if tall:
             unsupported(
@@ -454,3 +466,65 @@ def _check_extras(node: Any, batch: int, heads: int, rows: int, keys: int) -> No
             malformed(node, "one sink per head", tensor=sink, expected=(1, heads, 1, 1), given=sink.dim)
         if sink.data_type not in (None, data_type.FLOAT):
             unsupported(node, "sink_token is FLOAT", tensor=sink, given=sink.data_type.name)
+
+
+# -- reference -----------------------------------------------------------------------------------------------
+
+
+def _reference(call: RefCall) -> dict[str, Array]:
+    params, inputs, outputs, real = call.params, call.inputs, call.outputs, call.math.real
+    q, k, v = real(inputs["q"]), real(inputs["k"]), real(inputs["v"])
+    batch, heads, rows, _ = q.shape
+    len_q = _lengths(inputs.get("seq_len_q"), "seq_len_q", rows)
+    len_kv = _lengths(inputs.get("seq_len_kv"), "seq_len_kv", k.shape[2])
+    scale = params["attn_scale"]
+    if "attn_scale" in inputs:
+        scale = float(inputs["attn_scale"].reshape(-1)[0])
+    # Blocks are written while later ones are still to be read, so the buffer serves only where it is no
+    # input's.
+    out = outputs["O"].target(q.dtype)
+    if out is None or any(np.may_share_memory(out, array) for array in inputs.values()):
+        out = np.empty((batch, heads, rows, v.shape[3]), q.dtype)
+    bottom_right, left, right = band_of(params)
+    work = Attention(
+        q,
+        k,
+        v,
+        out,
+        scale=1.0 if scale is None else scale,
+        bias=real(inputs["bias"]) if "bias" in inputs else None,
+        slopes=np.array(alibi_slopes(heads)) if params["use_alibi_mask"] else None,
+        sink=real(inputs["sink_token"]) if "sink_token" in inputs else None,
+        len_q=len_q,
+        len_kv=len_kv,
+        bottom_right=bottom_right,
+        left=left,
+        right=right,
+    )
+    work.run()
+    result = {"O": out}
+    if "Stats" in outputs:
+        with np.errstate(divide="ignore"):
+            stats = np.log(work.row_sum)
+        stats += work.row_max
+        if params["stats_use_log2"]:
+            stats *= 1 / log(2)
+        result["Stats"] = stats[..., None]
+    if "score_max" in outputs:
+        result["score_max"] = work.row_max[..., None]
+    if "score_sum_exp" in outputs:
+        result["score_sum_exp"] = work.row_sum[..., None]
+    return result
+
+
+def _lengths(array: Array | None, port: str, most: int) -> list[int] | None:
+    if array is None:
+        return None
+    lengths: list[int] = array.reshape(-1).tolist()
+    for entry, length in enumerate(lengths):
+        if not 0 <= length <= most:
+            raise ValueError(f"sdpa: {port} of batch entry {entry} is {length}; expected 0 to {most}")
+    return lengths
+
+
+OPS = (OpDef("sdpa", NodeType.SDPA, _infer, _reference),)

@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..ir.datatypes import round_to
 from ..ir.enums import NodeType
 from ..ir.errors import explain
 from .base import (
     Array,
     GraphOps,
     OpDef,
+    OutSpec,
     RefCall,
     broadcast_dims,
     check_set_dim,
     format_preserving,
+    number,
     overlaps_itself,
     row_major,
     set_dim,
@@ -23,11 +26,11 @@ from .base import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from ..ir.tensor import Tensor
 
-__all__ = ["ElementwiseOps", "end", "host_number", "infer", "pointwise"]
+__all__ = ["OUT", "ElementwiseOps", "choose", "end", "host_number", "infer", "keep", "pointwise"]
 
 OUT = "OUT_0"
 
@@ -83,16 +86,95 @@ def infer(node: Any) -> None:
     set_stride(out, format_preserving(dim, inputs[0].stride) if out.is_virtual else row_major(dim))
 
 
-def pointwise(mode: str, formula: Callable[[RefCall], Array], infer: Callable[[Any], None] = infer) -> OpDef:
-    """The definition of one method: `formula(call)` gives the broadcast result."""
+def pointwise(
+    mode: str,
+    formula: Callable[[RefCall], Array],
+    infer: Callable[[Any], None] = infer,
+    *,
+    passes: int = 2,
+) -> OpDef:
+    """The definition of one method: `formula(call)` gives the broadcast result. `passes`: how often it walks
+    over memory when no conversion is needed; 0 keeps the arrays whole (a formula that looks at indices)."""
 
     def reference(call: RefCall) -> dict[str, Array]:
+        out = call.outputs[OUT]
         with np.errstate(all="ignore"):  # infinities and NaN are results here, not accidents
+            if passes and _is_long(call, out, passes):
+                return {OUT: _by_blocks(call, out, formula)}
             result = formula(call)
-        shape = call.outputs[OUT].shape
-        return {OUT: result if result.shape == shape else result.reshape(shape)}
+        return {OUT: result if result.shape == out.shape else result.reshape(out.shape)}
 
     return OpDef(mode, NodeType.POINTWISE, infer, reference)
+
+
+# Elements worked on at a time. The temporaries of a block stay in a core's cache, where a formula of several
+# passes runs up to twice as fast as on whole arrays.
+BLOCK = 32768
+
+
+def _is_long(call: RefCall, out: OutSpec, passes: int) -> bool:
+    """True when flat blocks pay: big dense operands of one shape (or one element), more than one pass."""
+    size = number(out.shape)
+    if size < 2 * BLOCK:
+        return False
+    dtype = call.math.dtype
+    for array in call.inputs.values():
+        if array.size != 1 and not (array.size == size and array.flags.c_contiguous):
+            return False
+        if array.dtype != dtype:
+            passes += 1
+    return passes > 1 or out.dtype != dtype
+
+
+def _by_blocks(call: RefCall, out: OutSpec, formula: Callable[[RefCall], Array]) -> Array:
+    flat = {port: array.reshape(-1) for port, array in call.inputs.items()}
+    size = number(out.shape)
+    result = _memory(out, call.inputs.values())
+    line = result.reshape(-1)
+    for start in range(0, size, BLOCK):
+        block = slice(start, min(start + BLOCK, size))
+        target = line[block]
+        part = OutSpec(target.shape, out.data_type, out.dtype, target)
+        inputs = {port: array if array.size == 1 else array[block] for port, array in flat.items()}
+        value = formula(RefCall(call.params, inputs, {OUT: part}, call.math))
+        if value is not target:
+            target[...] = round_to(value, out.data_type)
+    return result
+
+
+def _memory(out: OutSpec, inputs: Iterable[Array]) -> Array:
+    """The output's own memory when it is dense and no block of it can overlap a later block of an input."""
+    view = out.target(out.dtype)
+    if view is not None and view.flags.c_contiguous:
+        for array in inputs:
+            same = array.ctypes.data == view.ctypes.data and array.dtype.itemsize == view.dtype.itemsize
+            if not (same and array.size == view.size) and np.may_share_memory(array, view):
+                break
+        else:
+            return view
+    return np.empty(out.shape, out.dtype)
+
+
+def choose(mask: Array, first: Array, second: Array) -> Array:
+    """`first` where the boolean `mask`, else `second`, of one dtype.
+
+    On the bits: `np.where` mispredicts a branch per element and takes six times as long.
+    """
+    words = np.dtype(f"i{first.dtype.itemsize}")
+    other = second.view(words)
+    bits = first.view(words) ^ other
+    bits = bits & _all_ones(mask, words)
+    return np.asarray(bits ^ other).view(first.dtype)
+
+
+def keep(mask: Array, values: Array) -> Array:
+    """`values` where the boolean `mask`, else +0; like `choose`."""
+    words = np.dtype(f"i{values.dtype.itemsize}")
+    return np.asarray(values.view(words) & _all_ones(mask, words)).view(values.dtype)
+
+
+def _all_ones(mask: Array, words: np.dtype[Any]) -> Array:
+    return np.negative(mask.view(np.int8)).astype(words, copy=False)
 
 
 def end(

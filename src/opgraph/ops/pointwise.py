@@ -11,7 +11,7 @@ import numpy as np
 
 from ..ir.datatypes import round_to, truth
 from .base import Array, RefCall, graph_op, malformed
-from .elementwise import OUT, ElementwiseOps, end, infer, pointwise
+from .elementwise import OUT, ElementwiseOps, choose, end, infer, pointwise
 
 if TYPE_CHECKING:
     from ..ir.tensor import Tensor
@@ -305,7 +305,7 @@ def _select(call: RefCall) -> Array:
     a, b, mask = (call.inputs[port] for port in ("IN_0", "IN_1", "IN_2"))
     if a.dtype != b.dtype:
         a, b = call.math.load(a), call.math.load(b)
-    return np.where(truth(mask), a, b)
+    return choose(truth(mask), a, b)
 
 
 def _identity(call: RefCall) -> Array:
@@ -334,40 +334,40 @@ def _infer_gen_index(node: Any) -> None:
 
 
 OPS = (
-    pointwise("add", _binary(np.add)),
-    pointwise("sub", _binary(np.subtract)),
-    pointwise("mul", _binary(np.multiply)),
+    pointwise("add", _binary(np.add), passes=1),
+    pointwise("sub", _binary(np.subtract), passes=1),
+    pointwise("mul", _binary(np.multiply), passes=1),
     pointwise("div", _div),
     pointwise("add_square", _add_square),
-    pointwise("bias", _binary(np.add)),
-    pointwise("scale", _binary(np.multiply)),
-    pointwise("max", lambda call: end(call, np.maximum, call.load("IN_0"), call.load("IN_1"))),
-    pointwise("min", lambda call: end(call, np.minimum, call.load("IN_0"), call.load("IN_1"))),
-    pointwise("mod", _binary(np.fmod)),
-    pointwise("pow", _pow),
-    pointwise("cmp_eq", _compare(np.equal)),
-    pointwise("cmp_neq", _compare(np.not_equal)),
-    pointwise("cmp_gt", _compare(np.greater)),
-    pointwise("cmp_ge", _compare(np.greater_equal)),
-    pointwise("cmp_lt", _compare(np.less)),
-    pointwise("cmp_le", _compare(np.less_equal)),
+    pointwise("bias", _binary(np.add), passes=1),
+    pointwise("scale", _binary(np.multiply), passes=1),
+    pointwise("max", lambda call: end(call, np.maximum, call.load("IN_0"), call.load("IN_1")), passes=1),
+    pointwise("min", lambda call: end(call, np.minimum, call.load("IN_0"), call.load("IN_1")), passes=1),
+    pointwise("mod", _binary(np.fmod), passes=1),
+    pointwise("pow", _pow, passes=1),
+    pointwise("cmp_eq", _compare(np.equal), passes=1),
+    pointwise("cmp_neq", _compare(np.not_equal), passes=1),
+    pointwise("cmp_gt", _compare(np.greater), passes=1),
+    pointwise("cmp_ge", _compare(np.greater_equal), passes=1),
+    pointwise("cmp_lt", _compare(np.less), passes=1),
+    pointwise("cmp_le", _compare(np.less_equal), passes=1),
     pointwise("logical_and", _logic(np.logical_and)),
     pointwise("logical_or", _logic(np.logical_or)),
     pointwise("logical_not", _logic(np.logical_not)),
     pointwise("binary_select", _select),
-    pointwise("identity", _identity),
-    pointwise("abs", _unary_numeric(np.absolute)),
-    pointwise("neg", _unary_numeric(np.negative)),
-    pointwise("ceil", _whole(np.ceil)),
-    pointwise("floor", _whole(np.floor)),
-    pointwise("reciprocal", _unary(np.reciprocal)),
-    pointwise("sqrt", _unary(np.sqrt)),
+    pointwise("identity", _identity, passes=1),
+    pointwise("abs", _unary_numeric(np.absolute), passes=1),
+    pointwise("neg", _unary_numeric(np.negative), passes=1),
+    pointwise("ceil", _whole(np.ceil), passes=1),
+    pointwise("floor", _whole(np.floor), passes=1),
+    pointwise("reciprocal", _unary(np.reciprocal), passes=1),
+    pointwise("sqrt", _unary(np.sqrt), passes=1),
     pointwise("rsqrt", _rsqrt),
-    pointwise("exp", _unary(np.exp)),
-    pointwise("log", _unary(np.log)),
-    pointwise("sin", _unary(np.sin)),
-    pointwise("cos", _unary(np.cos)),
-    pointwise("tan", _unary(np.tan)),
+    pointwise("exp", _unary(np.exp), passes=1),
+    pointwise("log", _unary(np.log), passes=1),
+    pointwise("sin", _unary(np.sin), passes=1),
+    pointwise("cos", _unary(np.cos), passes=1),
+    pointwise("tan", _unary(np.tan), passes=1),
     pointwise("erf", _erf),
-    pointwise("gen_index", _gen_index, _infer_gen_index),
+    pointwise("gen_index", _gen_index, _infer_gen_index, passes=0),
 )

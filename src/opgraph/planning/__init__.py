@@ -4,3 +4,5 @@ plan."""
 from __future__ import annotations
 
 __all__: list[str] = []
+
+__all__ = ["executable", "explain", "messages", "plan", "protocols", "registry", "structure"]

@@ -12,9 +12,10 @@ import numpy as np
 from opgraph import _native
 from opgraph.ir.datatypes import dlpack_dtype, scalar_bytes
 from opgraph.ir.enums import data_type, tensor_reordering
+from opgraph.ir.errors import OperandError
 from opgraph.ir.program import infer_live
 from opgraph.ir.tensor import Tensor
-from opgraph.planning.messages import Where, raise_refusal
+from opgraph.planning.messages import Where, note_error, raise_refusal
 from opgraph.planning.protocols import Description, read
 
 if TYPE_CHECKING:
@@ -227,7 +228,19 @@ class Hooks:
         """A pass-by-value number in the operand's data type, exactly."""
         tensor = self._spec.operands[operand]
         label = f"execute of graph {self._graph!r}: tensor {tensor.name!r} (uid {tensor.uid})"
-        return scalar_bytes(value, tensor.data_type, label)
+        try:
+            return scalar_bytes(value, tensor.data_type, label)
+        except ValueError as error:
+            kind = tensor.data_type.name
+            raise OperandError(
+                note_error(str(error)),
+                tensor=tensor.name,
+                uid=tensor.uid,
+                rule="scalar",
+                declared=kind,
+                given=repr(value),
+                next_step="pass a value that the declared data type holds",
+            ) from None
 
     # ---- geometry
 
@@ -235,7 +248,11 @@ class Hooks:
         """Live dims and strides of every tensor under the overrides of one call; ValueError when they
         disagree."""
         operands = self._spec.operands
-        return infer_live(self._spec, {operands[i].uid: layout for i, layout in overrides.items()})
+        try:
+            return infer_live(self._spec, {operands[i].uid: layout for i, layout in overrides.items()})
+        except ValueError as error:
+            message = f"execute of graph {self._graph!r}: the overrides contradict the graph: {error}"
+            raise OperandError(note_error(message), rule="override_geometry") from error
 
     def overlaps(self, a: tuple[int, Any, Any, int], b: tuple[int, Any, Any, int]) -> bool:
         """Whether two strided layouts share a byte; True also where that takes too much work to decide."""

@@ -122,6 +122,10 @@ def _declared_layout(w: Where, f: Facts) -> str:
     return w.layout()
 
 
+def _declared_all(w: Where, f: Facts) -> str:
+    return f"{_declared_dtype(w, f)} {w.layout()}" if w.operand else "a buffer"
+
+
 def _declared_device(w: Where, f: Facts) -> str:
     return f"a plan for {device_text(w.device)}"
 
@@ -257,9 +261,9 @@ RULES: dict[str, tuple[str, Callable[[Where, Facts], str], Callable[[Where, Fact
     ),
     "producer": (
         "the buffer cannot be read",
-        _declared_layout,
+        _declared_all,
         _given_type,
-        "see the producer's own error above",
+        "what its producer reports is in parentheses; pass a plain array of the declared data type",
     ),
     "dtype": (
         "wrong data type",
@@ -338,7 +342,7 @@ RULES: dict[str, tuple[str, Callable[[Where, Facts], str], Callable[[Where, Fact
     "address": (
         "not an address",
         _words("an int address of 0 or more"),
-        _given_address,
+        _given_type,
         "pass array.data_ptr()",
     ),
     "overlap": (

@@ -219,12 +219,10 @@ class PlanList:
         return next((p for p in self.plans if self.filters.bar(p) is None and not p.failure), None)
 
     def check_support(self) -> None:
-        """Raises when no plan of the list can still serve."""
+        """Raises when no plan of the list can still serve; ValueError when a filter bars the pinned one."""
         if self.pinned:
-            plan = self.usable(self.selected)
-            if plan.failure:
-                raise not_supported(self.name, self.target, self.verdicts, self._failures([plan]))
-        elif self.current() is None:
+            self.usable(self.selected)
+        if all(plan.failure or self.filters.bar(plan) is not None for plan in self.plans):
             raise not_supported(self.name, self.target, self.verdicts, self._failures(self.plans))
 
     # ---- building

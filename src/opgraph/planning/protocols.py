@@ -55,8 +55,9 @@ def _array_interface(obj: Any, interface: Any, device: tuple[int, int]) -> Descr
     if strides is not None:
         strides = _element_strides(shape, strides, itemsize)
     data = interface.get("data")
-    if data is None:
-        raise TypeError("the array interface gives no address")
+    if not isinstance(data, tuple) or len(data) != 2:
+        # A missing entry or a buffer object stands for the object's own buffer protocol: not read here.
+        raise TypeError("the array interface gives no address: its data is not (address, read_only)")
     offset = int(interface.get("offset", 0))
     return int(data[0] or 0) + offset, shape, strides, dtype, device, bool(data[1]), obj
 

@@ -6,6 +6,7 @@ each node, when a temporary is dropped, and which output may share memory with w
 
 from __future__ import annotations
 
+from sys import modules
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,17 +57,19 @@ class _Step:
         self.inputs = inputs
         self.outputs = outputs
         self.math = math
-        # A view the operator declares is tracked at compile; one that slips through (identity of an equal
-        # type) would see an in-place output change under it. So it is copied, and so is one of two results
-        # stored one by one.
-        self.owns = not node.definition.alias_view or len(outputs) > 1  # type: ignore[attr-defined]
+        # A view that the operator declares is tracked at compile. One that slips through (identity of an
+        # equal type) would see an in-place output change under it, so it is copied; so are several results,
+        # which are stored one by one. A single result that goes straight into its buffer needs no look.
+        kept = any(not out.operand for out in outputs)
+        declared = node.definition.alias_view  # type: ignore[attr-defined]
+        self.owns = len(outputs) > 1 or (kept and not declared)
         self.drops: tuple[int, ...] = ()
 
 
 class Program:
     """The steps of one graph. Immutable; `run` keeps everything of a call in its own list."""
 
-    __slots__ = ("_loads", "_registers", "_steps", "inplace")
+    __slots__ = ("_loads", "_registers", "_steps", "_untraced", "inplace")
 
     def __init__(
         self,
@@ -78,10 +81,21 @@ class Program:
         self._registers = registers
         self._loads = loads
         self._steps = steps
+        self._untraced: Any = None
         self.inplace = inplace
 
     def run(self, pack: Any) -> None:
         """Runs the graph on the operands of one call."""
+        if "torch._dynamo" not in modules:
+            self._run(pack)
+            return
+        # Under torch.compile `execute` breaks the graph, as it should, but the compiler would go on to trace
+        # the NumPy code that the call leads to.
+        if self._untraced is None:
+            self._untraced = modules["torch"].compiler.disable(self._run)
+        self._untraced(pack)
+
+    def _run(self, pack: Any) -> None:
         values = self._registers.copy()
         geometry = pack.geometry
         with np.errstate(all="ignore"):
