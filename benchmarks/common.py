@@ -30,7 +30,7 @@ class Loop:
     would charge one side for the other's objects.
     """
 
-    def __init__(self, statement: str, window_s: float = 1.5e-3, **names: Any) -> None:
+    def __init__(self, statement: str, window_s: float = 0.5e-3, **names: Any) -> None:
         self.statement = statement
         # Names bound by the setup are locals of timeit's inner function, so a look-up costs both sides the same.
         setup = "\n".join(f"{name} = _names[{name!r}]" for name in names) or "pass"

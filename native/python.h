@@ -55,6 +55,26 @@ class Ref {
 #define OG_UNLOCK() }
 #endif
 
+// The value of an exact int that fits 64 bits; extents and uids are mostly one digit, read without a call. False for
+// anything else; sets no exception.
+inline bool plain_int(PyObject* obj, int64_t* out) {
+  if (OG_UNLIKELY(!PyLong_CheckExact(obj))) return false;
+#if PY_VERSION_HEX >= 0x030c0000
+  if (OG_LIKELY(PyUnstable_Long_IsCompact(reinterpret_cast<PyLongObject*>(obj)))) {
+    *out = PyUnstable_Long_CompactValue(reinterpret_cast<PyLongObject*>(obj));
+    return true;
+  }
+#else
+  if (const Py_ssize_t digits = Py_SIZE(obj); OG_LIKELY(digits == 0 || digits == 1)) {
+    *out = digits ? static_cast<int64_t>(reinterpret_cast<PyLongObject*>(obj)->ob_digit[0]) : 0;
+    return true;
+  }
+#endif
+  int overflow = 0;
+  *out = PyLong_AsLongLongAndOverflow(obj, &overflow);
+  return overflow == 0;
+}
+
 inline bool same_device(DLDevice a, DLDevice b) { return a.device_type == b.device_type && a.device_id == b.device_id; }
 // Pinned host memory is host memory; the id of a host device names no other memory, so it is not compared.
 inline bool is_host(DLDevice d) {

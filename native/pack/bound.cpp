@@ -17,8 +17,8 @@ struct State {
   PyObject_HEAD
   Call call;
   PyObject* pack;  // VariantPack for a Python step, else null; owned
-  CallArguments arguments;
-  PyObject* kept[7];  // the arguments, owned: update() starts from them
+  CallArguments arguments;  // what update() starts from: everything but the operands, which it takes from `call`
+  PyObject* kept[5];        // owns what `arguments` points to
 };
 
 struct BoundCall {
@@ -66,7 +66,26 @@ PyType_Slot kStateSlots[] = {
 PyType_Spec kStateSpec = {"opgraph._native._BoundState", sizeof(State), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION, kStateSlots};
 
-PyObject* state_new(Executable* ex, const CallArguments& a) {
+// An override list as tuples of our own: a later change of the caller's lists must not reach update(). What is no list
+// is left to the check of the call.
+PyObject* frozen(PyObject* list) {
+  if (!list || (!PyList_Check(list) && !PyTuple_Check(list))) return Py_XNewRef(list);
+  Ref outer(PySequence_Tuple(list));
+  const Py_ssize_t n = outer ? PyTuple_GET_SIZE(outer.get()) : 0;
+  Ref copy(outer ? PyTuple_New(n) : nullptr);
+  for (Py_ssize_t i = 0; copy && i < n; i++) {
+    PyObject* item = PyTuple_GET_ITEM(outer.get(), i);
+    PyObject* extents = PyLong_Check(item) || PyUnicode_Check(item) ? nullptr : PySequence_Tuple(item);
+    if (PyErr_Occurred()) {
+      if (!PyErr_ExceptionMatches(PyExc_TypeError)) return nullptr;
+      PyErr_Clear();
+    }
+    PyTuple_SET_ITEM(copy.get(), i, extents ? extents : Py_NewRef(item));
+  }
+  return copy.release();
+}
+
+PyObject* state_new(Executable* ex, CallArguments a) {
   State* s = PyObject_GC_New(State, StateType);
   if (!s) return nullptr;
   s->call = Call{};
@@ -74,12 +93,19 @@ PyObject* state_new(Executable* ex, const CallArguments& a) {
   s->call.owning = true;
   s->call.operands = nullptr;
   s->pack = nullptr;
-  s->arguments = a;
-  PyObject* kept[7] = {a.tensor_dict,     a.workspace,        a.handle,     a.override_uids,
-                       a.override_shapes, a.override_strides, a.tensor_uids};
-  for (int i = 0; i < 7; i++) s->kept[i] = Py_XNewRef(kept[i]);
+  for (PyObject*& p : s->kept) p = nullptr;
   PyObject_GC_Track(reinterpret_cast<PyObject*>(s));
   Ref self(reinterpret_cast<PyObject*>(s));
+  s->kept[0] = Py_XNewRef(a.workspace);
+  s->kept[1] = Py_XNewRef(a.handle);
+  int k = 2;
+  for (PyObject** list : {&a.override_uids, &a.override_shapes, &a.override_strides}) {
+    s->kept[k] = frozen(*list);
+    if (*list && !s->kept[k]) return nullptr;
+    *list = s->kept[k++];
+  }
+  s->arguments = a;
+  s->arguments.tensor_dict = s->arguments.tensor_uids = nullptr;
   s->call.operands = static_cast<Operand*>(PyMem_Malloc(sizeof(Operand) * (ex->n ? ex->n : 1)));
   if (!s->call.operands) return PyErr_NoMemory();
   if (!prepare_call(s->call, a)) return nullptr;
@@ -149,7 +175,6 @@ PyObject* bound_update(PyObject* self, PyObject* changes) {
   if (!mapping || !overlay(b->ex, mapping.get(), changes)) return nullptr;
   CallArguments a = as_state(old.get())->arguments;
   a.tensor_dict = mapping.get();
-  a.tensor_uids = nullptr;
   PyObject* fresh = state_new(b->ex, a);
   if (!fresh) return nullptr;  // refused: the call keeps the operands it had
   PyObject* previous;

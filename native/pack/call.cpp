@@ -13,6 +13,7 @@ namespace opgraph {
 namespace {
 
 constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
+constexpr int kOverrideWords = 512;  // of one set of overrides; larger sets are worked out again on each call
 
 // ---- gathering ------------------------------------------------------------------------------------------------
 
@@ -150,9 +151,8 @@ OG_COLD const OrderRecord* order_record(Executable* ex, PyObject* uids, std::uni
 inline bool same_order(const OrderRecord* record, PyObject* const* uids, Py_ssize_t n) {
   if (static_cast<Py_ssize_t>(record->uids.size()) != n) return false;
   for (Py_ssize_t i = 0; i < n; i++) {
-    if (OG_UNLIKELY(!PyLong_CheckExact(uids[i]))) return false;
-    int overflow = 0;
-    if (PyLong_AsLongLongAndOverflow(uids[i], &overflow) != record->uids[i] || overflow) return false;
+    int64_t uid;
+    if (OG_UNLIKELY(!plain_int(uids[i], &uid)) || uid != record->uids[i]) return false;
   }
   return true;
 }
@@ -261,15 +261,14 @@ OG_COLD int find_uid(Executable* ex, PyObject* uid) {
 }
 
 inline int index_of_uid(Executable* ex, PyObject* uid) {
-  if (OG_LIKELY(PyLong_CheckExact(uid))) {
-    int overflow = 0;
-    const int64_t value = PyLong_AsLongLongAndOverflow(uid, &overflow);
+  int64_t value;
+  if (OG_LIKELY(plain_int(uid, &value))) {
     int low = 0, high = ex->n;
     while (low < high) {
       const int mid = (low + high) / 2;
       if (ex->specs[mid].uid < value) low = mid + 1; else high = mid;
     }
-    if (!overflow && low < ex->n && ex->specs[low].uid == value) return low;
+    if (low < ex->n && ex->specs[low].uid == value) return low;
   }
   return find_uid(ex, uid);
 }
@@ -298,6 +297,94 @@ bool apply_override(Call& call, int index, PyObject* shape, PyObject* stride) {
   return true;
 }
 
+// Without the GIL another thread may change a list while it is read; tuples hold still.
+inline bool holds_still(PyObject* sequence) {
+#ifdef Py_GIL_DISABLED
+  return PyTuple_CheckExact(sequence);
+#else
+  return PyTuple_CheckExact(sequence) || PyList_CheckExact(sequence);
+#endif
+}
+
+// The caller's three lists (uids, shapes, strides) as the words of an OverrideRecord. Returns how many, or -1 where they
+// are not plain: exact lists or tuples of exact ints, as many strides as extents. Runs no Python code, decides nothing.
+int plain_overrides(PyObject* const* lists, Py_ssize_t n, int64_t* words) {
+  int at = 0;
+  if (!holds_still(lists[0]) || !holds_still(lists[1]) || !holds_still(lists[2])) return -1;
+  for (Py_ssize_t i = 0; i < n; i++) {
+    PyObject *shape = PySequence_Fast_GET_ITEM(lists[1], i), *stride = PySequence_Fast_GET_ITEM(lists[2], i);
+    if (OG_UNLIKELY(!holds_still(shape) || !holds_still(stride))) return -1;
+    const Py_ssize_t rank = PySequence_Fast_GET_SIZE(shape);
+    if (OG_UNLIKELY(rank > kMaxRank || PySequence_Fast_GET_SIZE(stride) != rank || at + 2 + 2 * rank > kOverrideWords)) return -1;
+    if (OG_UNLIKELY(!plain_int(PySequence_Fast_GET_ITEM(lists[0], i), &words[at]))) return -1;
+    words[at + 1] = rank;
+    int64_t *dims = &words[at + 2], *strides = dims + rank;
+    PyObject **d = PySequence_Fast_ITEMS(shape), **s = PySequence_Fast_ITEMS(stride);
+    for (Py_ssize_t k = 0; k < rank; k++)
+      if (OG_UNLIKELY(!plain_int(d[k], &dims[k]) || !plain_int(s[k], &strides[k]))) return -1;
+    at += static_cast<int>(2 + 2 * rank);
+  }
+  return at;
+}
+
+// Overrides that an earlier call gave in the same words, and that passed every rule then: the rules look at nothing but
+// these words and the executable.
+inline bool recall_overrides(Call& call, PyObject* const* lists, Py_ssize_t n) {
+  const OverrideRecord* r = call.ex->override_sets[0].load(std::memory_order_acquire);
+  if (!r) return false;
+  int64_t words[kOverrideWords];
+  const int count = plain_overrides(lists, n, words);
+  if (count < 0) return false;
+  for (auto& place : call.ex->override_sets) {
+    r = place.load(std::memory_order_acquire);
+    if (!r) return false;
+    if (static_cast<int>(r->words.size()) != count || std::memcmp(r->words.data(), words, count * sizeof(int64_t)) != 0) continue;
+    for (size_t i = 0; i < r->operand.size(); i++) {
+      Operand& op = call.operands[r->operand[i]];
+      op.live = r->layout[i];
+      op.layout = &op.live;
+    }
+    call.geometry = r->geometry;
+    return true;
+  }
+  return false;
+}
+
+// Remembers the overrides of a call that passed. Reading the operands may have run code that changed the caller's lists,
+// so what they say now has to be what this call used, entry by entry.
+OG_COLD void remember_overrides(Call& call, const CallArguments& a) {
+  Executable* ex = call.ex;
+  if (ex->override_sets[kRecords - 1].load(std::memory_order_acquire)) return;  // full
+  PyObject* lists[3] = {a.override_uids, a.override_shapes, a.override_strides};
+  for (PyObject* list : lists)
+    if (!list || !holds_still(list) || PySequence_Fast_GET_SIZE(list) != PySequence_Fast_GET_SIZE(lists[0])) return;
+  int64_t words[kOverrideWords];
+  const int count = plain_overrides(lists, PySequence_Fast_GET_SIZE(lists[0]), words);
+  if (count <= 0) return;
+  int32_t overridden = 0;
+  for (int i = 0; i < ex->n; i++) overridden += call.operands[i].layout != &ex->specs[i].declared;
+  auto fresh = std::make_unique<OverrideRecord>();
+  std::vector<bool> seen(ex->n, false);
+  for (int at = 0; at < count;) {
+    int i = 0;
+    while (i < ex->n && ex->specs[i].uid != words[at]) i++;
+    if (i == ex->n || seen[i]) return;
+    seen[i] = true;
+    const Layout& used = *call.operands[i].layout;
+    const int64_t rank = words[at + 1];
+    if (used.rank != rank || std::memcmp(used.dims, &words[at + 2], rank * sizeof(int64_t)) != 0 ||
+        std::memcmp(used.strides, &words[at + 2 + rank], rank * sizeof(int64_t)) != 0)
+      return;
+    fresh->operand.push_back(i);
+    fresh->layout.push_back(used);
+    at += static_cast<int>(2 + 2 * rank);
+  }
+  if (static_cast<int32_t>(fresh->operand.size()) != overridden) return;
+  fresh->words.assign(words, words + count);
+  fresh->geometry = Py_NewRef(call.geometry);
+  if (!publish(ex->override_sets, *ex->record_mutex, std::move(fresh))) Py_DECREF(call.geometry);
+}
+
 bool gather_overrides(Call& call, const CallArguments& a) {
   Executable* ex = call.ex;
   PyObject* lists[3] = {a.override_uids, a.override_shapes, a.override_strides};
@@ -312,6 +399,7 @@ bool gather_overrides(Call& call, const CallArguments& a) {
   }
   if (n <= 0) return true;
   if (!ex->overrides) return fail(ex, Rule::overrides_unsupported, -1);
+  if (OG_LIKELY(!ex->dynamic) && recall_overrides(call, lists, n)) return true;
   for (Py_ssize_t i = 0; i < n; i++) {
     // Reading an entry may run Python code that changes the lists: look again, and hold what is being read.
     for (PyObject* list : lists)
@@ -782,7 +870,10 @@ bool prepare_call(Call& call, const CallArguments& a) {
     const Rule rule = OG_LIKELY(read == Rule::ok) ? check_operand(call, i) : read;
     if (OG_UNLIKELY(rule != Rule::ok)) return refuse(call, i, rule);
   }
-  if (OG_UNLIKELY(ex->overrides && (a.override_uids || ex->dynamic)) && !resolve_geometry(call)) return false;
+  if (OG_UNLIKELY(ex->overrides && (a.override_uids || ex->dynamic)) && !call.geometry) {
+    if (!resolve_geometry(call)) return false;
+    if (call.geometry && !ex->dynamic) remember_overrides(call, a);
+  }
   if (!check_overlaps(call)) return false;
   if (OG_UNLIKELY(ex->has_ragged) && !check_ragged(call)) return false;
   if (OG_UNLIKELY(ex->workspace_bytes != 0 || (a.workspace && a.workspace != Py_None)))

@@ -253,6 +253,8 @@ int executable_traverse(PyObject* self, visitproc visit, void* arg) {
   for (int i = 0; ex->defaults && i < ex->n; i++) Py_VISIT(ex->defaults[i]);
   for (auto& place : ex->geometries)
     if (const GeometryRecord* r = place.load(std::memory_order_acquire)) Py_VISIT(r->geometry);
+  for (auto& place : ex->override_sets)
+    if (const OverrideRecord* r = place.load(std::memory_order_acquire)) Py_VISIT(r->geometry);
   return 0;
 }
 
@@ -279,6 +281,11 @@ void executable_dealloc(PyObject* self) {
   for (auto& place : ex->disjoint) delete place.load();
   for (auto& place : ex->geometries)
     if (const GeometryRecord* r = place.load()) {
+      Py_DECREF(r->geometry);
+      delete r;
+    }
+  for (auto& place : ex->override_sets)
+    if (const OverrideRecord* r = place.load()) {
       Py_DECREF(r->geometry);
       delete r;
     }

@@ -37,6 +37,14 @@ struct GeometryRecord {
   PyObject* geometry;          // owned
 };
 
+// The same as a caller listed it, in plain lists: what a repeated call compares instead of reading each entry again.
+struct OverrideRecord {
+  std::vector<int64_t> words;    // (uid, rank, dims..., strides...)... in the caller's order
+  std::vector<int32_t> operand;  // per entry
+  std::vector<Layout> layout;
+  PyObject* geometry;  // owned
+};
+
 struct DisjointRecord {  // an interleaved pair of operands found to share no element, by the distance of their addresses
   int32_t a, b;
   int64_t distance;
@@ -65,6 +73,7 @@ struct Executable {
   std::atomic<const OrderRecord*> orders[kRecords];
   std::atomic<const MappingRecord*> mappings[kRecords];
   std::atomic<const GeometryRecord*> geometries[kRecords];
+  std::atomic<const OverrideRecord*> override_sets[kRecords];
   std::atomic<const DisjointRecord*> disjoint[kRecords];
   std::mutex* record_mutex;  // writers only
 };

@@ -69,16 +69,46 @@ void drop_reference(PyObject* obj) {
   PyGILState_Release(state);
 }
 
+// Consumers take one export per operand and give them all back after the call: more at a time than malloc's thread cache
+// holds of one size, so the GIL guards a short list of them instead.
+template <class Managed>
+struct ExportPool {
+  static constexpr int kKept = 64;
+  static inline Export<Managed>* kept[kKept];
+  static inline int count = 0;
+};
+
+template <class Managed>
+Export<Managed>* export_alloc() {
+#ifndef Py_GIL_DISABLED
+  using Pool = ExportPool<Managed>;
+  if (OG_LIKELY(Pool::count > 0)) return Pool::kept[--Pool::count];
+#endif
+  return static_cast<Export<Managed>*>(std::malloc(sizeof(Export<Managed>)));
+}
+
 template <class Managed>
 void export_deleter(Managed* m) {
   auto* e = static_cast<Export<Managed>*>(m->manager_ctx);
+#ifndef Py_GIL_DISABLED
+  using Pool = ExportPool<Managed>;
+  if (OG_LIKELY(Py_IsInitialized() && PyGILState_Check())) {
+    PyObject* slot = e->slot;
+    if (OG_LIKELY(Pool::count < Pool::kKept))
+      Pool::kept[Pool::count++] = e;
+    else
+      std::free(e);
+    Py_DECREF(slot);
+    return;
+  }
+#endif
   drop_reference(e->slot);
   std::free(e);
 }
 
 template <class Managed>
 Managed* export_slot(Slot* s) {
-  auto* e = static_cast<Export<Managed>*>(std::malloc(sizeof(Export<Managed>)));
+  Export<Managed>* e = export_alloc<Managed>();
   if (!e) {
     PyErr_NoMemory();
     return nullptr;

@@ -19,6 +19,14 @@ GUARD = 256  # bytes on each side; keeps the alignment that device allocators gi
 FILL = 0xFF
 
 _PACKED = (data_type.FP4_E2M1, data_type.INT4)
+ML_DTYPES = {
+    data_type.BFLOAT16: "bfloat16",
+    data_type.FP8_E4M3: "float8_e4m3fn",
+    data_type.FP8_E5M2: "float8_e5m2",
+    data_type.FP8_E8M0: "float8_e8m0fnu",
+    data_type.FP4_E2M1: "float4_e2m1fn",
+    data_type.INT4: "int4",
+}
 
 
 def numpy_dtype(dtype: data_type) -> np.dtype[Any]:
@@ -37,15 +45,16 @@ def numpy_dtype(dtype: data_type) -> np.dtype[Any]:
         return np.dtype(names[dtype])
     import ml_dtypes
 
-    special = {
-        data_type.BFLOAT16: ml_dtypes.bfloat16,
-        data_type.FP8_E4M3: ml_dtypes.float8_e4m3fn,
-        data_type.FP8_E5M2: ml_dtypes.float8_e5m2,
-        data_type.FP8_E8M0: ml_dtypes.float8_e8m0fnu,
-        data_type.FP4_E2M1: ml_dtypes.float4_e2m1fn,
-        data_type.INT4: ml_dtypes.int4,
-    }
-    return np.dtype(special[dtype])
+    return np.dtype(getattr(ml_dtypes, ML_DTYPES[dtype]))
+
+
+def available(dtype: data_type) -> bool:
+    """Whether this machine has a NumPy type for it."""
+    try:
+        numpy_dtype(dtype)
+    except ImportError:
+        return False
+    return True
 
 
 def stored(values: Any, dtype: data_type) -> Array:

@@ -161,6 +161,7 @@ def run_case(
     knobs: Mapping[str, Any] | None = None,
     make_buffer: BufferMaker = NumpyBuffer,
     *,
+    make_input: BufferMaker | None = None,
     truth: Mapping[str, Array] | None = None,
     device: Any = "cpu",
 ) -> dict[str, Array]:
@@ -168,7 +169,8 @@ def run_case(
 
     Outputs start as NaN and must equal the truth (from NumPy unless given); padding, guards, inputs and everything
     around the workspace must stay as they were; dims, strides and data types must be those the problem expects.
-    Returns the outputs in their own types. Raises what `build` raises, and AssertionError.
+    `make_input` makes the buffers of inputs where they differ from those of outputs and workspace. Returns the outputs
+    in their own types. Raises what `build` raises, and AssertionError.
     """
     graph, tensors, outputs = build(problem, engine, knobs, device)
     where = f"{problem.id} on {graph.plans[0].name}"
@@ -181,7 +183,7 @@ def run_case(
         if source.by_value:
             pack[tensors[name]] = source.values
             continue
-        given[name] = Region(source.dim, source.stride, source.dtype, make_buffer)
+        given[name] = Region(source.dim, source.stride, source.dtype, make_input or make_buffer)
         given[name].fill(source.values)
         pack[tensors[name]] = given[name].operand
     results: dict[str, Region] = {}

@@ -59,7 +59,8 @@ def verdict(want: Declared, have: Given, plan: tuple[int, int] = CPU) -> str:
         return "negative_stride"
     broken = _layout(want, have)
     if broken:
-        return broken
+        # An output buffer in which several elements share an address is named as that.
+        return "self_overlap" if want.output and not writes_once(have.dims, have.strides) else broken
     if want.output and have.read_only:
         return "read_only"
     needed = span(have.dims, have.strides) if want.ragged else span(want.dims, want.strides)
@@ -98,7 +99,7 @@ def _layout(want: Declared, have: Given) -> str:
         return "layout" if not _dense(given) else "bytes" if held < tiles else ""
     declared = _squeezed(want.dims, want.strides)
     if 0 in want.dims:
-        return "" if _line(given) or _same_empty(declared, given) else "layout"
+        return "" if len(given) <= 1 or _same_empty(declared, given) else "layout"
     if held < span(want.dims, want.strides):
         return "bytes"
     fits = _axis_by_axis(declared, given) or _in_storage_order(declared, given) or _line(given)

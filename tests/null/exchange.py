@@ -79,14 +79,21 @@ def capsule(address: int, name: bytes) -> Any:
     return _new(address, name, None)
 
 
+_handed_out: dict[int, Any] = {}  # address -> the Managed whose deleter has not been called
+
+
+@Deleter
+def _release(address: int | None) -> None:
+    _handed_out.pop(address or 0).released += 1
+
+
 class Managed:
-    """A managed struct over an array: `address` for a capsule; `released` counts calls of its deleter."""
+    """A managed struct over an array, alive until its deleter is called, which counts in `released`."""
 
     def __init__(self, array: Any, *, legacy: bool = False, **fields: Any) -> None:
         self.released = 0
         struct = Legacy() if legacy else Versioned(major=1, minor=0)
-        self._deleter = Deleter(self._release)
-        struct.deleter = self._deleter
+        struct.deleter = _release
         for name in ("major", "minor", "flags"):
             if name in fields:
                 setattr(struct, name, fields.pop(name))
@@ -95,10 +102,7 @@ class Managed:
         self.struct = struct
         self.address = ctypes.addressof(struct)
         self.name = b"dltensor" if legacy else b"dltensor_versioned"
-
-    def _release(self, address: int | None) -> None:
-        assert address == self.address
-        self.released += 1
+        _handed_out[self.address] = self
 
     def capsule(self) -> Any:
         return capsule(self.address, self.name)

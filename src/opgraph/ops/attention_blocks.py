@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Attention", "softmax_block"]
 
-# What a block works on together: scores, keys, values, results. A second level cache has 1 to 2 MiB per core.
+# The scores, queries, keys, values and results that a block works on; a core's second level cache has 1 to 2 MiB.
 _BLOCK_BYTES = 1 << 20
-# OpenBLAS multiplies matrices up to this m*n*k in place, without packing and without threads. That is its fastest way
-# here, and the only one whose speed does not depend on how busy the machine is: larger products are cut.
+# OpenBLAS multiplies up to this m*n*k without packing or threads, at its best where neither operand is transposed;
+# from about 16 rows on, a transposed copy of the keys pays for itself.
 _SMALL_PRODUCT = 1_000_000
-# Rows of a product. With fewer than 16, copying the keys to their transposed form does not pay.
-_ROWS = 24
 _FEW_ROWS = 16
+# A block has at least this many rows however long the keys are, so that its products stay products of matrices.
+_LEAST_ROWS = 64
 # Under a band, rows of a block see each other's columns; short blocks waste fewer of them.
 _BAND_ROWS = 128
 
@@ -57,7 +57,6 @@ class Attention:
     __slots__ = (
         "_bias",
         "_bottom_right",
-        "_copied",
         "_k",
         "_left",
         "_len_kv",
@@ -121,7 +120,6 @@ class Attention:
         self._row_max = self.row_max.reshape(batch, units, group, rows)
         self._row_sum = self.row_sum.reshape(batch, units, group, rows)
         self._scratch = _Scratch(q.dtype)
-        self._copied = (-1, -1)  # batch entry and first unit of the keys in the scratch
 
     def run(self) -> None:
         """Computes `out`, `row_max` and `row_sum`."""
@@ -138,22 +136,20 @@ class Attention:
     def _blocks(self) -> Iterator[tuple[int, int, int, int, int, int]]:
         """(first and last batch entry, unit, row) of each block; only whole entries share a block."""
         batch, units, group, rows, channels = self._q.shape
-        width = self._v.shape[3]
+        keys, width = self._k.shape[2], self._v.shape[3]
         budget = _BLOCK_BYTES // self._q.itemsize
-        widest = max(channels, width, 1)
-        entry = units * (group * rows + self._k.shape[2]) * (channels + width)
-        if group * rows * self._k.shape[2] * widest <= _SMALL_PRODUCT and 2 * entry <= budget:
-            step = _even(batch, budget // max(entry, 1))
+        if units * group * rows * keys <= budget and group * rows * keys * channels <= _SMALL_PRODUCT:
+            step = _even(batch, budget // max(2 * units * group * rows * width, 1))
             for b in range(0, batch, step):
                 yield b, min(b + step, batch), 0, units, 0, rows
             return
         banded = self._left is not None or self._right is not None
+        width += channels
         for b in range(batch):
             rows, keys = self._len_q[b], self._len_kv[b]
-            tall = max(_SMALL_PRODUCT // max(keys * widest, 1), _ROWS)
-            tall = _even(rows, max((min(tall, _BAND_ROWS) if banded else tall) // group, 1))
-            unit = group * tall * (keys + channels + width) + keys * (channels + width)
-            step = _even(units, budget // max(unit, 1))
+            most = max((budget - keys * width) // (group * (keys + width) or 1), -(-_LEAST_ROWS // group))
+            tall = _even(rows, min(most, _BAND_ROWS) if banded else most)
+            step = _even(units, budget // max(group * tall * (keys + width) + keys * width, 1))
             for u in range(0, units, step):
                 for i in range(0, rows, tall):
                     yield b, b + 1, u, min(u + step, units), i, min(i + tall, rows)
@@ -165,51 +161,33 @@ class Attention:
         entries, units, group, rows, channels = q.shape
         tall = group * rows
         take = self._scratch.take
-        transpose = self._q.shape[3] * group >= _FEW_ROWS
-        if transpose and group == 1:
+        spans = [self._columns(b, i0, i1) for b in range(b0, b1)]
+        longest = max(last - first for first, last in spans)
+        copy_keys = tall >= _FEW_ROWS and tall * longest * channels <= _SMALL_PRODUCT
+        if copy_keys and group == 1:
             queries = q[:, :, 0]  # the scale goes to the copy of the keys
         else:
             scaled = take("q", q.shape)
-            np.multiply(q, 1 if transpose else self._scale, out=scaled)
+            np.multiply(q, 1 if copy_keys else self._scale, out=scaled)
             queries = scaled.reshape(entries, units, tall, channels)
         row_max, row_sum = take("max", (entries, units * tall)), take("sum", (entries, units * tall))
         result = take("out", (entries, units, tall, out.shape[-1]))
-        for entry in range(entries):
-            b = b0 + entry
-            first, last = self._columns(b, i0, i1)
+        for entry, (first, last) in enumerate(spans):
             if first >= last:
                 row_max[entry], row_sum[entry], result[entry] = -np.inf, 0, 0
                 continue
-            keys = self._keys(b, u0, u1, transpose)[:, :, first:last]
+            b = b0 + entry
+            keys = self._k[b, u0:u1, first:last].swapaxes(1, 2)
+            if copy_keys:
+                keys = np.multiply(keys, self._scale, out=take("keys", keys.shape))
             scores = take("scores", (units, tall, last - first))
-            _product(queries[entry], keys, scores)
+            np.matmul(queries[entry], keys, out=scores)
             self._mask(scores.reshape(units, group, rows, last - first), b, slice(u0, u1), i0, first)
             softmax_block(scores.reshape(units * tall, last - first), row_max[entry], row_sum[entry])
-            self._weigh(scores, self._v[b, u0:u1, first:last], result[entry])
+            np.matmul(scores, self._v[b, u0:u1, first:last], out=result[entry])
         shape = (entries, units, group, rows)
         weight = self._finish(row_max.reshape(shape), row_sum.reshape(shape), part)
         np.multiply(result.reshape(out.shape), weight[..., None], out=out)
-
-    def _keys(self, b: int, u0: int, u1: int, transpose: bool) -> Array:
-        """The valid keys of some units as [units, channels, keys]; `transpose`: a dense copy, scaled."""
-        keys = self._k[b, u0:u1, : self._len_kv[b]].swapaxes(1, 2)
-        if not transpose:
-            return keys
-        copy = self._scratch.take("keys", keys.shape)
-        if self._copied != (b, u0):
-            np.multiply(keys, self._scale, out=copy)
-            self._copied = (b, u0)
-        return copy
-
-    def _weigh(self, scores: Array, values: Array, out: Array) -> None:
-        """out = scores @ values, in pieces of columns that keep each product small."""
-        units, tall, columns = scores.shape
-        piece = max(_SMALL_PRODUCT // max(tall * values.shape[2], 1), 1)
-        np.matmul(scores[:, :, :piece], values[:, :piece], out=out)
-        for start in range(piece, columns, piece):
-            term = self._scratch.take("term", out.shape)
-            np.matmul(scores[:, :, start : start + piece], values[:, start : start + piece], out=term)
-            np.add(out, term, out=out)
 
     def _columns(self, b: int, i0: int, i1: int) -> tuple[int, int]:
         """First and last + 1 of the columns that any of the rows i0 to i1 keeps."""
@@ -262,15 +240,6 @@ class Attention:
         self._row_max[part] = top
         self._row_sum[part] = total
         return np.divide(kept, total, out=kept)
-
-
-def _product(queries: Array, keys: Array, out: Array) -> None:
-    """out = queries @ keys, in pieces of columns that keep each product small."""
-    tall, channels = queries.shape[1:]
-    piece = max(_SMALL_PRODUCT // max(tall * channels, 1), 1)
-    for start in range(0, keys.shape[2], piece):
-        columns = slice(start, start + piece)
-        np.matmul(queries, keys[:, :, columns], out=out[:, :, columns])
 
 
 class _Scratch:
