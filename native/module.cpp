@@ -16,6 +16,7 @@
 #include "pack/handle.h"
 #include "pack/pack.h"
 #include "pack/slot.h"
+#include "program/python.h"
 #include "vector/vector.h"
 
 namespace nb = nanobind;
@@ -125,6 +126,7 @@ NB_MODULE(_native, m) {
   if (opgraph::numpy_init() < 0 || opgraph::slot_init(m.ptr()) < 0 || opgraph::pack_init(m.ptr()) < 0 ||
       opgraph::handle_init(m.ptr()) < 0 || opgraph::executable_init(m.ptr()) < 0 || opgraph::bound_init(m.ptr()) < 0)
     throw nb::python_error();
+  opgraph::program_init(m.ptr());
   m.def("describe", &describe, "buffer"_a, "stream"_a = 0, "hooks"_a = nb::none(),
         "What a buffer says of itself (address, dims, strides in elements, dtype, device, read_only), read as a call reads it.");
   m.def("borrow_loop_ns", &borrow_loop_ns, "buffers"_a, "repeat"_a,

@@ -34,12 +34,12 @@ constexpr Named kNamed[] = {
     {"float8_e4m3b11fnuz", {kDLFloat8_e4m3b11fnuz, 8, 1}},
     {"float8_e4m3fnuz", {kDLFloat8_e4m3fnuz, 8, 1}},
     {"float8_e5m2fnuz", {kDLFloat8_e5m2fnuz, 8, 1}},
-    // One element a byte, unlike the packed storage a graph declares: spelled with 8 bits, so never equal to it.
-    {"float4_e2m1fn", {kDLFloat4_e2m1fn, 8, 1}},
+    // One element a byte, unlike the packed pairs a graph declares: spelled with one lane, so never equal to them.
+    {"float4_e2m1fn", {kDLFloat4_e2m1fn, 4, 1}},
     {"float6_e2m3fn", {kDLFloat6_e2m3fn, 8, 1}},
     {"float6_e3m2fn", {kDLFloat6_e3m2fn, 8, 1}},
-    {"int4", {kDLInt, 4, 2}},
-    {"uint4", {kDLUInt, 4, 2}},
+    {"int4", {kDLInt, 4, 1}},
+    {"uint4", {kDLUInt, 4, 1}},
 };
 
 OG_COLD bool user_dtype(PyArray_Descr* d, DLDataType& out) {
@@ -49,7 +49,7 @@ OG_COLD bool user_dtype(PyArray_Descr* d, DLDataType& out) {
   const char* dot = std::strrchr(full, '.');
   const char* name = dot ? dot + 1 : full;
   for (const Named& n : kNamed)
-    if (std::strcmp(n.name, name) == 0 && n.dtype.bits * n.dtype.lanes == 8 * PyDataType_ELSIZE(d)) {
+    if (std::strcmp(n.name, name) == 0 && (n.dtype.bits + 7) / 8 == PyDataType_ELSIZE(d)) {
       out = n.dtype;
       const int slot = d->type_num - NPY_USERDEF;
       if (slot >= 0 && slot < kUserTypes)

@@ -191,6 +191,12 @@ Rule read_dlpack(PyObject* obj, const ReadContext& context, Reading& out) {
   return adopt_capsule(capsule.get(), out);
 }
 
+// An attribute or method of a buffer as a truth value; -1 with an exception set.
+int truth(PyObject* obj, const char* name, bool call) {
+  Ref value(call ? PyObject_CallMethod(obj, name, nullptr) : PyObject_GetAttrString(obj, name));
+  return value ? PyObject_IsTrue(value.get()) : -1;
+}
+
 // ---- JAX ------------------------------------------------------------------------------------------------------
 
 bool is_jax_type(PyTypeObject* type) {
@@ -240,6 +246,9 @@ Rule read_jax(PyObject* obj, const ReadContext& context, Reading& out) {
   } else {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return Rule::producer;
     PyErr_Clear();
+    const int deleted = truth(obj, "is_deleted", true);
+    if (deleted > 0) PyErr_SetString(PyExc_BufferError, "the array was deleted or donated: it has no memory any more");
+    if (deleted) return Rule::producer;
   }
   const Rule r = read_dlpack(obj, context, out);
   out.read_only = true;
@@ -268,12 +277,13 @@ OG_COLD Rule read_hook(PyObject* obj, const ReadContext& context, Reading& out) 
   Ref told(PyObject_CallMethod(context.hooks, "read", "OiL", obj, static_cast<int>(context.device.device_type),
                                static_cast<long long>(context.stream)));
   if (!told) return PyErr_ExceptionMatches(PyExc_TypeError) ? Rule::type : Rule::producer;
-  PyObject *dims, *strides, *keep;
-  unsigned long long address;
+  PyObject *where, *dims, *strides, *keep;
   int code, bits, lanes, device_type, device_id, read_only;
-  if (!PyArg_ParseTuple(told.get(), "KOO(iii)(ii)pO", &address, &dims, &strides, &code, &bits, &lanes, &device_type,
+  if (!PyArg_ParseTuple(told.get(), "O!OO(iii)(ii)pO", &PyLong_Type, &where, &dims, &strides, &code, &bits, &lanes, &device_type,
                         &device_id, &read_only, &keep))
     return Rule::producer;
+  const unsigned long long address = PyLong_AsUnsignedLongLong(where);
+  if (PyErr_Occurred()) return Rule::producer;
   int rank = 0, stride_rank = 0;
   if (!read_ints(dims, out.dims, &rank)) return Rule::producer;
   if (strides == Py_None) {
@@ -317,12 +327,6 @@ Rule read_address(PyObject* obj, const ReadContext& context, Reading& out) {
   out.t = {reinterpret_cast<void*>(static_cast<uintptr_t>(address)), context.device, 0, {0, 0, 0}, out.dims, out.strides, 0};
   out.address_only = true;
   return Rule::ok;
-}
-
-// An attribute or method of the tensor as a truth value; -1 with an exception set.
-int truth(PyObject* obj, const char* name, bool call) {
-  Ref value(call ? PyObject_CallMethod(obj, name, nullptr) : PyObject_GetAttrString(obj, name));
-  return value ? PyObject_IsTrue(value.get()) : -1;
 }
 
 Rule ask(PyObject* obj, const char* name, bool call, Rule refusal) {
@@ -371,7 +375,7 @@ Rule read_any(PyObject* obj, const ReadContext& context, Reading& out, bool owni
   return read_other(obj, context, out);
 }
 
-void release_slow(Reading& r) {
+void release_slow(Holding& r) {
   const Hold hold = r.hold;
   r.hold = Hold::nothing;
   // A deleter runs the producer's code: an exception in flight must survive it.

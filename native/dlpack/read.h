@@ -15,13 +15,7 @@ enum class Hold : uint8_t {
   object,     // an object that keeps the memory alive
 };
 
-// One buffer as it described itself. Lives in the caller's pack; `t.data` already includes the byte offset.
-// Not initialised beyond what reset() sets: a pack is built on the stack once per call.
-struct Reading {
-  DLTensor t;
-  bool read_only;
-  const DLPackExchangeAPI* flags_of;  // set where the type can require grad or be a lazily negated view: see check_flags
-  bool address_only;     // a bare address: brings no evidence
+struct Holding {
   Hold hold;
   union {
     DLManagedTensorVersioned* versioned;
@@ -29,6 +23,15 @@ struct Reading {
     PyObject* object;
     Py_buffer buffer;
   };
+};
+
+// One buffer as it described itself. Lives in the caller's pack; `t.data` already includes the byte offset.
+// Not initialised beyond what reset() sets: a pack is built on the stack once per call.
+struct Reading : Holding {
+  DLTensor t;
+  bool read_only;
+  const DLPackExchangeAPI* flags_of;  // set where the type can require grad or be a lazily negated view: see check_flags
+  bool address_only;     // a bare address: brings no evidence
   int64_t dims[kMaxBufferRank];
   int64_t strides[kMaxBufferRank];
 
@@ -74,8 +77,8 @@ inline Rule read_owning(PyObject* obj, const ReadContext& context, Reading& out)
   return read_any(obj, context, out, true, none);
 }
 
-void release_slow(Reading& r);
-inline void release(Reading& r) {
+void release_slow(Holding& r);
+inline void release(Holding& r) {
   if (OG_UNLIKELY(r.hold != Hold::nothing)) release_slow(r);
 }
 

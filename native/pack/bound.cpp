@@ -3,6 +3,7 @@
 #include <structmember.h>
 
 #include "pack/pack.h"
+#include "program/python.h"
 #include "pack/tracing.h"
 
 namespace opgraph {
@@ -109,7 +110,7 @@ PyObject* state_new(Executable* ex, CallArguments a) {
   s->call.operands = static_cast<Operand*>(PyMem_Malloc(sizeof(Operand) * (ex->n ? ex->n : 1)));
   if (!s->call.operands) return PyErr_NoMemory();
   if (!prepare_call(s->call, a)) return nullptr;
-  if (ex->run && !(s->pack = reinterpret_cast<PyObject*>(pack_new(s->call)))) return nullptr;
+  if (ex->run && !ex->program && !(s->pack = reinterpret_cast<PyObject*>(pack_new(s->call)))) return nullptr;
   return self.release();
 }
 
@@ -126,6 +127,10 @@ PyObject* bound_call(PyObject* self, PyObject* const*, size_t nargsf, PyObject* 
   state = Py_NewRef(b->state);
   OG_UNLOCK();
   Ref held(state);
+  if (b->ex->program) {
+    if (!run_program(*b->ex->program, as_state(state)->call)) return nullptr;
+    Py_RETURN_NONE;
+  }
   Ref result(PyObject_CallOneArg(b->run, as_state(state)->pack));
   if (!result) return nullptr;
   Py_RETURN_NONE;
@@ -154,7 +159,7 @@ bool overlay(Executable* ex, PyObject* mapping, PyObject* changes) {
     if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) != 2) return fail(ex, Rule::mapping_type, -1, -1, nullptr, changes);
     PyObject *key = PyTuple_GET_ITEM(item, 0), *value = PyTuple_GET_ITEM(item, 1);
     if (key == Py_None || value == Py_None) continue;
-    Ref index(PyObject_CallMethod(ex->hooks, "key", "O", key));
+    Ref index(PyObject_CallMethod(ex->hooks, "key", "(O)", key));
     if (!index) return false;
     const long at = PyLong_AsLong(index.get());
     if (at == -1 && PyErr_Occurred()) return false;

@@ -2,12 +2,14 @@
 // The accepting path allocates nothing, formats nothing and throws nothing; refusals leave through fail() (failure.cpp).
 #include <alloca.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 
 #include "pack/executable.h"
 #include "pack/handle.h"
 #include "pack/pack.h"
+#include "program/python.h"
 
 namespace opgraph {
 namespace {
@@ -28,7 +30,7 @@ inline void bind_value(Call& call, int index, PyObject* value) {
 // Returns the operand index, -1 to ignore the entry, -2 with an exception set.
 OG_COLD int resolve_key(Executable* ex, PyObject* key) {
   if (key == Py_None) return -1;
-  Ref index(PyObject_CallMethod(ex->hooks, "key", "O", key));
+  Ref index(PyObject_CallMethod(ex->hooks, "key", "(O)", key));
   if (!index) return -2;
   const long i = PyLong_AsLong(index.get());
   if (i == -1 && PyErr_Occurred()) return -2;
@@ -456,7 +458,7 @@ OG_COLD bool check_geometry(Call& call, const int64_t* words, int n) {
     Ref pair(PyTuple_Pack(2, dims.get(), strides.get()));
     if (!pair || PyDict_SetItem(overrides.get(), key.get(), pair.get()) < 0) return false;
   }
-  PyObject* geometry = PyObject_CallMethod(ex->hooks, "geometry", "O", overrides.get());
+  PyObject* geometry = PyObject_CallMethod(ex->hooks, "geometry", "(O)", overrides.get());
   if (!geometry) return false;
   if (n >= 0) {
     auto fresh = std::make_unique<GeometryRecord>();
@@ -577,8 +579,10 @@ inline Rule check_operand(Call& call, int index) {
     op.available = kUnbounded;
     if (op.layout == &op.live)
       op.nbytes = span_elements(op.live.rank, op.live.dims, op.live.strides) << spec.item_shift;
-    else if (spec.has(kRagged))
-      op.nbytes = spec.ragged_rows >= 0 ? op.nbytes : 0;  // unknown: the caller vouches for it
+    else if (spec.has(kRagged)) {
+      if (OG_UNLIKELY(!r.t.data && op.nbytes > 0)) return Rule::null_address;
+      op.nbytes = ragged_bytes(spec);  // 0 where unknown: the caller vouches for it
+    }
   } else {
     if (const Rule d = check_dtype(spec, r.t.dtype); OG_UNLIKELY(d != Rule::ok)) return d;
     if (OG_UNLIKELY(!same_device(r.t.device, ex->device)) && !host_rule(ex, spec, r)) return Rule::device;
@@ -652,15 +656,23 @@ OG_COLD bool read_scalar(Call& call, int index, const ReadContext& context) {
   return true;
 }
 
-// Offsets of a ragged operand, where they lie in host memory: not negative, not falling, ending inside the buffer.
+// Offsets of a ragged operand, where they lie in host memory: not negative, not falling, ending inside the buffer. The
+// buffer may end with its last row, before the next one would begin (a slice of packed rows), and the last offset then
+// lies behind it; so what counts there is where the last whole row ends.
 template <class T>
-bool offsets_fit(const T* offsets, const Layout& layout, int64_t multiplier, int64_t elements) {
-  int64_t count = 1, step = 1, previous = 0;
+bool offsets_fit(const T* offsets, const Layout& layout, int64_t multiplier, int64_t elements, const RowLayout& rows) {
+  int64_t count = 1, step = 1, previous = 0, limit = elements;
+  if (elements != kUnbounded && rows.step > 0 && elements >= rows.width)
+    limit = std::max(elements, ((elements - rows.width) / rows.step + 1) * rows.step);
   for (int i = 0; i < layout.rank; i++)
     if (layout.dims[i] != 1) count = layout.dims[i], step = layout.strides[i];
   for (int64_t i = 0; i < count; i++) {
     const int64_t o = offsets[i * step];
-    if (o < previous || (elements >= 0 && o > elements / multiplier)) return false;
+    if (o < previous || o > limit / multiplier) return false;
+    const int64_t begin = previous * multiplier, end = o * multiplier;
+    if (end > elements && end - begin >= rows.width &&
+        begin + (end - begin - rows.width) / rows.step * rows.step + rows.width > elements)
+      return false;
     previous = o;
   }
   return true;
@@ -674,41 +686,65 @@ OG_COLD bool check_ragged(Call& call) {
     if (spec.ragged_offset < 0 || !call.operands[i].value) continue;
     const Operand& at = call.operands[spec.ragged_offset];
     if (!at.value || !at.reading.t.data) continue;
-    const int64_t elements = call.operands[i].available == kUnbounded ? -1 : call.operands[i].available >> spec.item_shift;
+    const int64_t elements = call.operands[i].available == kUnbounded ? kUnbounded : call.operands[i].available >> spec.item_shift;
+    const RowLayout rows = row_layout(spec.declared);
     const bool wide = ex->specs[spec.ragged_offset].dtype.bits == 64;
-    const bool fits = wide ? offsets_fit(static_cast<const int64_t*>(at.reading.t.data), *at.layout, spec.ragged_multiplier, elements)
-                           : offsets_fit(static_cast<const int32_t*>(at.reading.t.data), *at.layout, spec.ragged_multiplier, elements);
-    if (!fits) return fail(ex, Rule::ragged_offsets, i, spec.ragged_offset, &call.operands[i].reading, nullptr, elements);
+    const bool fits =
+        wide ? offsets_fit(static_cast<const int64_t*>(at.reading.t.data), *at.layout, spec.ragged_multiplier, elements, rows)
+             : offsets_fit(static_cast<const int32_t*>(at.reading.t.data), *at.layout, spec.ragged_multiplier, elements, rows);
+    if (!fits) return fail(ex, Rule::ragged_offsets, i, spec.ragged_offset, &call.operands[i].reading, nullptr,
+                           elements == kUnbounded ? -1 : elements);
   }
   return true;
 }
 
 // ---- overlap ----------------------------------------------------------------------------------------------------
 
+// Extents and strides agree wherever a stride is used.
+inline bool same_layout(const Layout& a, const Layout& b) {
+  if (a.rank != b.rank || !same_extents(a.rank, a.dims, b.dims)) return false;
+  for (int i = 0; i < a.rank; i++)
+    if (a.dims[i] != 1 && a.strides[i] != b.strides[i]) return false;
+  return true;
+}
+
+// Where the elements of an operand lie. Those of a ragged one are the rows its buffer holds, in place of the batch and
+// the rows of an entry.
+Layout element_layout(const OperandSpec& spec, const Operand& op) {
+  Layout out = *op.layout;
+  if (!spec.has(kRagged)) return out;
+  const RowLayout rows = row_layout(out);
+  const int64_t held = op.nbytes >> spec.item_shift;
+  if (rows.axis >= 0) out.dims[rows.axis] = 1;
+  out.dims[0] = held < rows.width ? 0 : rows.step > 0 ? (held - rows.width) / rows.step + 1 : 1;
+  out.strides[0] = rows.step;
+  return out;
+}
+
 OG_COLD bool ranges_meet(Call& call, int a, int b) {
   Executable* ex = call.ex;
   const Operand &x = call.operands[a], &y = call.operands[b];
-  const bool full = x.reading.t.data == y.reading.t.data && x.nbytes == y.nbytes && x.layout->rank == y.layout->rank &&
-                    same_dtype(ex->specs[a].dtype, ex->specs[b].dtype) &&
-                    same_extents(x.layout->rank, x.layout->dims, y.layout->dims) &&
-                    same_extents(x.layout->rank, x.layout->strides, y.layout->strides);
+  const bool full = x.reading.t.data == y.reading.t.data && x.nbytes == y.nbytes && same_layout(*x.layout, *y.layout) &&
+                    same_dtype(ex->specs[a].dtype, ex->specs[b].dtype);
   const bool b_output = ex->specs[b].has(kOutput);
   if (full && !b_output) {
     if ((*ex->inplace)[static_cast<size_t>(a) * ex->n + b]) return true;
     return fail(ex, Rule::inplace, a, b);
   }
-  // Interleaved layouts (slices of one packed buffer) share a range of addresses but no element. The layouts are the
-  // contract's own, so the answer depends on the distance of the addresses alone and is remembered by it.
+  // Interleaved layouts (slices of one packed buffer) share a range of addresses but no element. Where the layouts are
+  // the contract's own, the answer depends on the distance of the addresses alone and is remembered by it.
   const int64_t distance = static_cast<const char*>(y.reading.t.data) - static_cast<const char*>(x.reading.t.data);
-  const bool declared = x.layout == &ex->specs[a].declared && y.layout == &ex->specs[b].declared;
+  const auto fixed = [&](int i) { return call.operands[i].layout == &ex->specs[i].declared && !ex->specs[i].has(kRagged); };
+  const bool declared = fixed(a) && fixed(b);
   if (declared)
     for (auto& place : ex->disjoint) {
       const DisjointRecord* r = place.load(std::memory_order_acquire);
       if (!r) break;
       if (r->a == a && r->b == b && r->distance == distance) return true;
     }
-  Ref xd(extents_tuple(x.layout->dims, x.layout->rank)), xs(extents_tuple(x.layout->strides, x.layout->rank));
-  Ref yd(extents_tuple(y.layout->dims, y.layout->rank)), ys(extents_tuple(y.layout->strides, y.layout->rank));
+  const Layout xl = element_layout(ex->specs[a], x), yl = element_layout(ex->specs[b], y);
+  Ref xd(extents_tuple(xl.dims, xl.rank)), xs(extents_tuple(xl.strides, xl.rank));
+  Ref yd(extents_tuple(yl.dims, yl.rank)), ys(extents_tuple(yl.strides, yl.rank));
   if (!xd || !xs || !yd || !ys) return false;
   Ref verdict(PyObject_CallMethod(ex->hooks, "overlaps", "(LOOi)(LOOi)", 0LL, xd.get(), xs.get(), 1 << ex->specs[a].item_shift,
                                   static_cast<long long>(distance), yd.get(), ys.get(), 1 << ex->specs[b].item_shift));
@@ -884,6 +920,7 @@ bool prepare_call(Call& call, const CallArguments& a) {
 
 bool run_call(Call& call) {
   if (!call.ex->run) return true;  // the empty native step
+  if (call.ex->program) return run_program(*call.ex->program, call);
   Ref pack(reinterpret_cast<PyObject*>(pack_new(call)));
   if (!pack) return false;
   Ref result(PyObject_CallOneArg(call.ex->run, pack.get()));

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "pack/bound.h"
+#include "program/python.h"
 #include "pack/tracing.h"
 
 namespace opgraph {
@@ -197,6 +198,7 @@ PyObject* executable_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   ex->keys = PyDict_Copy(keys);
   ex->tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(tensor_type));
   ex->run = run == Py_None ? nullptr : Py_NewRef(run);
+  ex->program = ex->run ? program_of(ex->run) : nullptr;
   ex->hooks = Py_NewRef(hooks);
   ex->uids = PyTuple_New(n);
   if (!ex->keys || !ex->uids) return nullptr;
@@ -323,13 +325,19 @@ constexpr const char* kExecuteDoc =
     "execute($self, tensor_dict, workspace=None, handle=None, override_uids=None, override_shapes=None, "
     "override_strides=None, tensor_uids=None)\n--\n\n"
     "Checks the operands against the contract and runs the plan on them.\n\n"
-    "tensor_dict: {Tensor | uid | name: buffer}, or a list of buffers with tensor_uids. workspace: a dense buffer or an\n"
-    "address, caller-owned. Asynchronous on the stream of handle. Nothing is kept after the call; a refused call\n"
-    "(OperandError, KeyError, TypeError) has written nothing.";
+    "tensor_dict: {Tensor | uid | name: buffer}, or a list of buffers with tensor_uids. A key that names no tensor of this\n"
+    "graph is a KeyError; None keys, None values and buffers of virtual tensors are ignored. A buffer is an array with an\n"
+    "exchange table, __dlpack__, an array interface or data_ptr(); an int is an address, whose type and size are taken as\n"
+    "declared, unchecked. Inputs may be read-only and may require grad; outputs may not. Negative strides are refused.\n"
+    "workspace: caller-owned; any dense, writable buffer of enough bytes, whatever its data type, or an address.\n"
+    "override_uids, override_shapes, override_strides: dims and strides of this call, one entry per tensor; they may exceed\n"
+    "the declared ones where the buffer holds them. Asynchronous on the stream of handle. Nothing is kept after the call; a\n"
+    "refused call (OperandError, KeyError, TypeError) has written nothing.";
 constexpr const char* kBindDoc =
     "bind($self, tensor_dict, workspace=None, handle=None, override_uids=None, override_shapes=None, "
     "override_strides=None, tensor_uids=None)\n--\n\n"
-    "Checks the operands once and returns a BoundCall that keeps them: call() runs again, call.update({t: buffer}) swaps.";
+    "Checks the operands once, as execute() does, and returns a BoundCall that keeps them: call() runs again,\n"
+    "call.update({tensor: buffer}) swaps operands.";
 
 PyMethodDef kMethods[] = {
     {"execute", OG_FASTCALL(executable_execute), METH_FASTCALL | METH_KEYWORDS, kExecuteDoc},

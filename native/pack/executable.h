@@ -52,6 +52,8 @@ struct DisjointRecord {  // an interleaved pair of operands found to share no el
 
 constexpr int kRecords = 16;  // per kind and executable; further ones are worked out again on each call
 
+class Program;
+
 struct Executable {
   PyObject_HEAD
   int32_t n;
@@ -65,7 +67,8 @@ struct Executable {
   std::vector<Carve>* carves;
   std::vector<bool>* inplace;  // n*n: [output * n + input]
   std::vector<int32_t>* outputs;
-  PyObject* run;  // Python step, or null: the empty native step
+  PyObject* run;  // Python step or Program object, or null: the empty native step
+  const Program* program;  // of `run`, where that is one
   PyObject* hooks;
   PyObject* uids;  // tuple of ints
 

@@ -7,6 +7,16 @@ namespace {
 
 constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
 
+// Producers may lie: products and sums of what they say saturate instead of wrapping.
+int64_t times(int64_t a, int64_t b) {
+  if (a < 0) a = 0;
+  if (b < 0) b = 0;
+  if (a != 0 && b > kMax / a) return kMax;
+  return a * b;
+}
+
+int64_t plus(int64_t a, int64_t b) { return a > kMax - b ? kMax : a + b; }
+
 struct Axis {
   int64_t extent;
   int64_t stride;
@@ -68,16 +78,16 @@ int split_of(const Axis& coarse, const Axes& fine, int end) {
   int64_t count = 1, stride = coarse.stride;
   for (int i = end - 1; i >= 0; i--) {
     if (fine.axis[i].stride != stride) return -1;
-    count *= fine.axis[i].extent;
+    count = times(count, fine.axis[i].extent);
     if (count == coarse.extent) return i;
     if (count > coarse.extent) return -1;
-    stride *= fine.axis[i].extent;  // dense together: the next axis starts where this one ends
+    stride = times(stride, fine.axis[i].extent);  // dense together: the next axis starts where this one ends
   }
   return -1;
 }
 
 // (b) Both lists in storage order. Each coarse axis is a dense run of fine axes; the outermost one of `have` may be longer.
-bool merges(const Axes& coarse, const Axes& fine, bool have_is_coarse) {
+bool merges(const Axes& coarse, const Axes& fine, bool have_is_coarse, bool longer = true) {
   int end = fine.n;
   for (int c = coarse.n - 1; c > 0; c--) {
     end = split_of(coarse.axis[c], fine, end);
@@ -89,42 +99,46 @@ bool merges(const Axes& coarse, const Axes& fine, bool have_is_coarse) {
   int64_t inner = 1, stride = coarse.axis[0].stride;
   for (int i = end - 1; i > 0; i--) {
     if (fine.axis[i].stride != stride) return false;
-    inner *= fine.axis[i].extent;
-    stride *= fine.axis[i].extent;
+    inner = times(inner, fine.axis[i].extent);
+    stride = times(stride, fine.axis[i].extent);
   }
   if (fine.axis[0].stride != stride) return false;
-  const int64_t held = have_is_coarse ? coarse.axis[0].extent : inner * fine.axis[0].extent;
-  const int64_t wanted = have_is_coarse ? inner * fine.axis[0].extent : coarse.axis[0].extent;
+  const int64_t all = times(inner, fine.axis[0].extent);
+  const int64_t held = have_is_coarse ? coarse.axis[0].extent : all;
+  const int64_t wanted = have_is_coarse ? all : coarse.axis[0].extent;
   if (held == wanted) return true;
-  return held > wanted && wanted % inner == 0;
+  return longer && held > wanted && wanted % inner == 0;
 }
 
-bool same_storage(Axes want, const Axes& have) {
+bool same_storage(Axes want, const Axes& have, bool longer = true) {
   if (!c_ordered(have)) return false;
   storage_order(want);
   for (int i = 0; i < want.n; i++)
     if (want.axis[i].stride <= 0) return false;
-  return have.n <= want.n ? merges(have, want, true) : merges(want, have, false);
+  return have.n <= want.n ? merges(have, want, true, longer) : merges(want, have, false, longer);
 }
 
 bool one_dense_axis(const Axes& have) { return have.n == 0 || (have.n == 1 && have.axis[0].stride == 1); }
 
+// The first `c` axes of `coarse` are each the product of a run of the first `f` axes of `fine`.
+bool groups_empty(const Axes& coarse, int c, const Axes& fine, int f, bool have_is_coarse) {
+  if (c == 0) return f == 0;
+  const int64_t extent = coarse.axis[c - 1].extent;
+  int64_t product = 1;
+  for (int i = f - 1; i >= 0; i--) {
+    product = times(product, fine.axis[i].extent);
+    const bool fits = product == extent || (have_is_coarse ? product : extent) == 0;
+    if (fits && groups_empty(coarse, c - 1, fine, i, have_is_coarse)) return true;
+  }
+  return false;
+}
+
+// No element exists, so strides say nothing; extents still have to tell the same story, merged or split or neither. A
+// declared extent of 0 goes with any: nothing of it is read.
 bool same_empty_shape(const Axes& want, const Axes& have) {
-  // No element exists, so strides say nothing; extents still have to tell the same story, in declared order.
-  if (want.n != have.n) return false;
-  for (int i = 0; i < want.n; i++)
-    if (want.axis[i].extent != have.axis[i].extent && !(want.axis[i].extent == 0)) return false;
-  return true;
+  if (have.n > kMaxRank) return false;
+  return groups_empty(have, have.n, want, want.n, true) || groups_empty(want, want.n, have, have.n, false);
 }
-
-int64_t times(int64_t a, int64_t b) {
-  if (a < 0) a = 0;
-  if (b < 0) b = 0;
-  if (a != 0 && b > kMax / a) return kMax;
-  return a * b;
-}
-
-int64_t plus(int64_t a, int64_t b) { return a > kMax - b ? kMax : a + b; }
 
 int64_t to_bytes(int64_t elements, uint8_t shift) {
   return elements > (kMax >> shift) ? kMax : elements << shift;
@@ -143,41 +157,37 @@ Rule sane(const BufferLayout& b) {
   return Rule::ok;
 }
 
-// Ragged tensors: rows of any count whose inner axes match; the batch axis (declared axis 0) is no evidence.
+Axes one_row(const Layout& declared, const RowLayout& rows) {
+  Axes out;
+  for (int i = 1; i < declared.rank; i++)
+    if (i != rows.axis && declared.dims[i] != 1) out.axis[out.n++] = {declared.dims[i], declared.strides[i]};
+  storage_order(out);
+  return out;
+}
+
+// Ragged tensors: rows of any count, each as declared; the batch axis is no evidence.
+bool holds_rows(const RowLayout& rows, const Axes& row, const Axes& have) {
+  Axes want;
+  want.axis[want.n++] = {0, rows.step};
+  for (int i = 0; i < row.n; i++) want.axis[want.n++] = row.axis[i];
+  for (int i = 0; i < have.n; i++)
+    if (have.axis[i].extent == 0) return same_empty_shape(want, have);
+  if (!c_ordered(have)) return false;
+  if (same_storage(row, have, false)) return true;  // one row
+  if (rows.step <= 0 || have.n == 0) return false;
+  want.axis[0].extent = times(have.axis[0].extent, have.axis[0].stride) / rows.step;
+  return want.axis[0].extent > 1 && same_storage(want, have);
+}
+
 Rule match_ragged(const OperandSpec& spec, const BufferLayout& buffer, int64_t* bytes) {
   const Layout& d = spec.declared;
   const Axes have = squeezed(buffer.rank, buffer.dims, buffer.strides);
   *bytes = to_bytes(span_elements(buffer.rank, buffer.dims, buffer.strides), spec.item_shift);
-  Axes rows = squeezed(d.rank - 1, d.dims + 1, d.strides + 1);
-  storage_order(rows);
-  int64_t need = 0;
-  if (spec.ragged_rows >= 0) {
-    const int64_t row_stride = rows.n ? rows.axis[0].stride : 1;
-    need = to_bytes(times(spec.ragged_rows, row_stride), spec.item_shift);
-  }
-  bool fits = one_dense_axis(have) || same_axes(squeezed(d.rank, d.dims, d.strides), have);
-  if (!fits && c_ordered(have)) {
-    // Inner axes (all but the rows) have to be found at the end of the buffer; what precedes them are rows.
-    Axes inner;
-    for (int i = 1; i < rows.n; i++) inner.axis[inner.n++] = rows.axis[i];
-    const int64_t row_stride = rows.n ? rows.axis[0].stride : 1;
-    int split = have.n;
-    while (split > 0 && have.axis[split - 1].stride < row_stride) split--;
-    Axes tail, head;
-    for (int i = split; i < have.n; i++) tail.axis[tail.n++] = have.axis[i];
-    for (int i = 0; i < split; i++) head.axis[head.n++] = have.axis[i];
-    int64_t stride = row_stride;
-    bool dense_rows = true;
-    for (int i = head.n - 1; i >= 0; i--) {
-      dense_rows = dense_rows && head.axis[i].stride == stride;
-      stride *= head.axis[i].extent;
-    }
-    const bool same_inner = tail.n <= inner.n ? (tail.n ? merges(tail, inner, true) : inner.n == 0)
-                                              : (inner.n ? merges(inner, tail, false) : tail.n == 0);
-    fits = dense_rows && same_inner;
-  }
-  if (!fits) return Rule::layout;
-  return *bytes < need ? Rule::bytes : Rule::ok;
+  const RowLayout rows = row_layout(d);
+  if (!one_dense_axis(have) && !same_axes(squeezed(d.rank, d.dims, d.strides), have) &&
+      !holds_rows(rows, one_row(d, rows), have))
+    return Rule::layout;
+  return *bytes < ragged_bytes(spec) ? Rule::bytes : Rule::ok;
 }
 
 }  // namespace
@@ -189,6 +199,23 @@ int64_t span_elements(int32_t rank, const int64_t* dims, const int64_t* strides)
     if (dims[i] > 1) last = plus(last, times(dims[i] - 1, strides[i]));
   }
   return plus(last, 1);
+}
+
+RowLayout row_layout(const Layout& declared) {
+  RowLayout out;
+  for (int i = 1; i < declared.rank; i++)
+    if ((declared.dims[i] != 1 || i == declared.rank - 2) && (out.axis < 0 || declared.strides[i] > out.step))
+      out.axis = i, out.step = declared.strides[i];
+  const Axes row = one_row(declared, out);
+  for (int i = 0; i < row.n; i++)
+    out.width = plus(out.width, times(row.axis[i].extent - 1, row.axis[i].stride));
+  return out;
+}
+
+int64_t ragged_bytes(const OperandSpec& spec) {
+  if (spec.ragged_rows <= 0) return 0;
+  const RowLayout rows = row_layout(spec.declared);
+  return to_bytes(plus(times(spec.ragged_rows - 1, rows.step), rows.width), spec.item_shift);
 }
 
 void c_order(int32_t rank, const int64_t* dims, int64_t* strides) {

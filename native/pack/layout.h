@@ -105,6 +105,18 @@ struct OperandSpec {
 // Elements from the first to past the last, saturating at INT64_MAX; 0 when an extent is 0.
 int64_t span_elements(int32_t rank, const int64_t* dims, const int64_t* strides);
 
+// A ragged tensor is rows of equal layout, `step` elements apart: its widest axis but the batch (axis 0). The last but
+// one axis counts also where its extent is 1, since a sequence of at most one row still has a step.
+struct RowLayout {
+  int axis = -1;
+  int64_t step = 1;
+  int64_t width = 1;  // elements from the first to past the last of one row
+};
+RowLayout row_layout(const Layout& declared);
+
+// What the rows that a ragged tensor is declared to hold in all span; 0 where that is not declared.
+int64_t ragged_bytes(const OperandSpec& spec);
+
 // The buffer's layout, or nullptr strides for "C order". `bytes` receives what the buffer spans.
 struct BufferLayout {
   int32_t rank;

@@ -1,5 +1,7 @@
 #include "pack/pack.h"
 
+#include <new>
+
 namespace opgraph {
 
 PyTypeObject* VariantPackType = nullptr;
@@ -115,6 +117,35 @@ PyType_Spec kSpec = {"opgraph._native.VariantPack", offsetof(VariantPack, slots)
 
 }  // namespace
 
+namespace {
+
+void held_destructor(PyObject* capsule) {
+  auto* held = static_cast<Holding*>(PyCapsule_GetPointer(capsule, "opgraph.held"));
+  release(*held);
+  delete held;
+}
+
+// What a producer handed out for this call may be all that keeps its memory: a slot, or an export of one, that outlives
+// the call has to own it. Moves it into an object; `owner` is what a slot keeps, null for a bare address.
+bool own(Holding& holding, PyObject* value, PyObject*& owner) {
+  owner = PyLong_CheckExact(value) ? nullptr : value;
+  if (holding.hold == Hold::nothing) return true;
+  if (holding.hold != Hold::object) {
+    auto* held = new (std::nothrow) Holding(holding);
+    PyObject* capsule = held ? PyCapsule_New(held, "opgraph.held", held_destructor) : PyErr_NoMemory();
+    if (!capsule) {
+      delete held;
+      return false;
+    }
+    holding.hold = Hold::object;
+    holding.object = capsule;
+  }
+  owner = holding.object;
+  return true;
+}
+
+}  // namespace
+
 VariantPack* pack_new(Call& call) {
   Executable* ex = call.ex;
   auto* p = PyObject_GC_NewVar(VariantPack, VariantPackType, ex->n);
@@ -138,7 +169,7 @@ VariantPack* pack_new(Call& call) {
       continue;
     }
     void* data = op.reading.t.data;
-    PyObject* owner = PyLong_CheckExact(op.value) ? nullptr : op.value;
+    PyObject* owner;
     Ref bytes;
     if (spec.has(kByValue)) {
       // The value was copied into the call; the slot may outlive the call, so it gets bytes of its own.
@@ -146,8 +177,8 @@ VariantPack* pack_new(Call& call) {
       if (!bytes) return nullptr;
       data = PyBytes_AS_STRING(bytes.get());
       owner = bytes.get();
-    } else if (op.reading.hold == Hold::object) {
-      owner = op.reading.object;
+    } else if (!own(op.reading, op.value, owner)) {
+      return nullptr;
     }
     const DLDevice device = spec.has(kByValue) ? DLDevice{kDLCPU, 0} : ex->device;
     p->slots[i] = slot_new(data, *op.layout, spec.dtype, device, op.nbytes, !spec.has(kOutput), owner);
@@ -159,7 +190,8 @@ VariantPack* pack_new(Call& call) {
     bytes.rank = 1;
     bytes.dims[0] = call.workspace_size < 0 ? ex->workspace_bytes : call.workspace_size;
     bytes.strides[0] = 1;
-    PyObject* owner = PyLong_CheckExact(call.workspace) ? nullptr : call.workspace;
+    PyObject* owner;
+    if (!own(call.workspace_reading, call.workspace, owner)) return nullptr;
     p->workspace = reinterpret_cast<PyObject*>(slot_new(call.workspace_reading.t.data, bytes, {kDLUInt, 8, 1}, ex->device,
                                                         bytes.dims[0], false, owner));
     if (!p->workspace) return nullptr;

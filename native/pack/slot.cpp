@@ -356,7 +356,10 @@ PyObject* slot_permute(PyObject* self, PyObject* const* args, Py_ssize_t nargs) 
 bool reshape_layout(const Layout& from, Layout& to) {
   int64_t total = 1, want = 1;
   for (int i = 0; i < from.rank; i++) total *= from.dims[i];
-  for (int i = 0; i < to.rank; i++) want *= to.dims[i];
+  for (int i = 0; i < to.rank; i++) {
+    if (to.dims[i] && want > INT64_MAX / to.dims[i]) return false;
+    want *= to.dims[i];
+  }
   if (total != want) return false;
   if (total == 0) {
     c_order(to.rank, to.dims, to.strides);

@@ -80,9 +80,17 @@ struct Failure {
 constexpr uint32_t kMaxArgumentBytes = 32764;  // what a kernel may take on current GPUs
 constexpr uint32_t kMaxParameters = 512;
 
+// An operand whose address has to be a multiple of `bytes` for the program's wide accesses.
+struct AlignmentNeed {
+  int32_t operand;
+  uint32_t bytes;
+};
+
 class Program {
  public:
   int device = 0;
+  std::vector<AlignmentNeed> needs;
+  std::shared_ptr<const Program> otherwise;  // runs where a need is not met
   std::vector<KernelStep> kernels;
   std::vector<MemsetStep> memsets;
   std::vector<Step> steps;
@@ -90,6 +98,13 @@ class Program {
 
   // Empty when every step is well-formed for operands of these ranks; else the reason.
   std::string check(const std::vector<int>& ranks) const;
+
+  // This program, or the one for addresses of lower alignment.
+  const Program& select(void* const* addresses) const {
+    for (const AlignmentNeed& need : needs)
+      if (otherwise && reinterpret_cast<uintptr_t>(addresses[need.operand]) % need.bytes) return otherwise->select(addresses);
+    return *this;
+  }
 
   // Issues the steps. Makes the device's primary context current and restores what was.
   bool run(const cuda::Driver& driver, const CallView& call, Failure& failure) const;

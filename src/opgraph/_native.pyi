@@ -2,6 +2,7 @@
 Native core of opgraph: reading buffers, the operand contract, calls, and host loops of the CPU engine.
 """
 
+from collections.abc import Sequence
 import types
 from typing import Annotated, overload
 
@@ -149,14 +150,20 @@ class GraphBase:
         """
         Checks the operands against the contract and runs the plan on them.
 
-        tensor_dict: {Tensor | uid | name: buffer}, or a list of buffers with tensor_uids. workspace: a dense buffer or an
-        address, caller-owned. Asynchronous on the stream of handle. Nothing is kept after the call; a refused call
-        (OperandError, KeyError, TypeError) has written nothing.
+        tensor_dict: {Tensor | uid | name: buffer}, or a list of buffers with tensor_uids. A key that names no tensor of this
+        graph is a KeyError; None keys, None values and buffers of virtual tensors are ignored. A buffer is an array with an
+        exchange table, __dlpack__, an array interface or data_ptr(); an int is an address, whose type and size are taken as
+        declared, unchecked. Inputs may be read-only and may require grad; outputs may not. Negative strides are refused.
+        workspace: caller-owned; any dense, writable buffer of enough bytes, whatever its data type, or an address.
+        override_uids, override_shapes, override_strides: dims and strides of this call, one entry per tensor; they may exceed
+        the declared ones where the buffer holds them. Asynchronous on the stream of handle. Nothing is kept after the call; a
+        refused call (OperandError, KeyError, TypeError) has written nothing.
         """
 
     def bind(self, tensor_dict: Mapping[Any, Any] | Sequence[Any], workspace: Any = None, handle: Handle | None = None, override_uids: Sequence[int] | None = None, override_shapes: Sequence[Sequence[int]] | None = None, override_strides: Sequence[Sequence[int]] | None = None, tensor_uids: Sequence[int] | None = None) -> BoundCall:
         """
-        Checks the operands once and returns a BoundCall that keeps them: call() runs again, call.update({t: buffer}) swaps.
+        Checks the operands once, as execute() does, and returns a BoundCall that keeps them: call() runs again,
+        call.update({tensor: buffer}) swaps operands.
         """
 
     _executable: Executable | None
@@ -172,14 +179,20 @@ class Executable:
         """
         Checks the operands against the contract and runs the plan on them.
 
-        tensor_dict: {Tensor | uid | name: buffer}, or a list of buffers with tensor_uids. workspace: a dense buffer or an
-        address, caller-owned. Asynchronous on the stream of handle. Nothing is kept after the call; a refused call
-        (OperandError, KeyError, TypeError) has written nothing.
+        tensor_dict: {Tensor | uid | name: buffer}, or a list of buffers with tensor_uids. A key that names no tensor of this
+        graph is a KeyError; None keys, None values and buffers of virtual tensors are ignored. A buffer is an array with an
+        exchange table, __dlpack__, an array interface or data_ptr(); an int is an address, whose type and size are taken as
+        declared, unchecked. Inputs may be read-only and may require grad; outputs may not. Negative strides are refused.
+        workspace: caller-owned; any dense, writable buffer of enough bytes, whatever its data type, or an address.
+        override_uids, override_shapes, override_strides: dims and strides of this call, one entry per tensor; they may exceed
+        the declared ones where the buffer holds them. Asynchronous on the stream of handle. Nothing is kept after the call; a
+        refused call (OperandError, KeyError, TypeError) has written nothing.
         """
 
     def bind(self, tensor_dict: Mapping[Any, Any] | Sequence[Any], workspace: Any = None, handle: Handle | None = None, override_uids: Sequence[int] | None = None, override_shapes: Sequence[Sequence[int]] | None = None, override_strides: Sequence[Sequence[int]] | None = None, tensor_uids: Sequence[int] | None = None) -> BoundCall:
         """
-        Checks the operands once and returns a BoundCall that keeps them: call() runs again, call.update({t: buffer}) swaps.
+        Checks the operands once, as execute() does, and returns a BoundCall that keeps them: call() runs again,
+        call.update({tensor: buffer}) swaps operands.
         """
 
     @property
@@ -206,6 +219,57 @@ class BoundCall:
         """
 
     __vectorcalloffset__: types.MemberDescriptorType = ...
+
+class CudaModule:
+    """A kernel image loaded into a device's primary context."""
+
+class CudaFunction:
+    """A kernel of a loaded image."""
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel."""
+
+class Program:
+    """
+    A compiled plan as a list of native steps. Immutable; safe from many threads.
+    """
+
+    @property
+    def step_count(self) -> int:
+        """Number of driver calls a run makes."""
+
+def make_program(device: int, steps: list, ranks: Sequence[int], needs: Sequence[tuple[int, int]] = [], otherwise: Program | None = None) -> Program:
+    """
+    A Program from step descriptions (see opgraph.engines.program); ValueError for one that is not well-formed.
+    """
+
+def load_module(image: bytes, device: int) -> CudaModule:
+    """Loads a cubin into the primary context of a device."""
+
+def get_function(module: CudaModule, name: str, shared_bytes: int = 0) -> CudaFunction:
+    """
+    A kernel of a module; shared_bytes is the dynamic shared memory its launches will use.
+    """
+
+def use_driver(path: str) -> str:
+    """
+    Loads the CUDA driver from another library (tests); '' restores the usual one. Returns why it could not, or ''.
+    """
+
+def driver_failure() -> str:
+    """Why no CUDA driver is in use; '' when one is."""
+
+def device_count() -> int:
+    """CUDA devices the driver shows; 0 without a driver."""
+
+def current_device() -> int:
+    """
+    Ordinal of the calling thread's current CUDA device; 0 when none is current.
+    """
+
+def describe_device(ordinal: int) -> dict:
+    """Name, compute capability, sm_count, shared_bytes, driver_version."""
 
 def describe(buffer: object, stream: int = 0, hooks: object | None = None) -> dict:
     """

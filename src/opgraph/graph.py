@@ -22,10 +22,15 @@ from opgraph.ops import OPS
 from opgraph.ops.activation import ActivationOps
 from opgraph.ops.attention import AttentionOps
 from opgraph.ops.base import apply_out_dims
+from opgraph.ops.batchnorm import BatchNormOps
+from opgraph.ops.convolution import ConvolutionOps
+from opgraph.ops.instancenorm import InstanceNormOps
 from opgraph.ops.matmul import MatmulOps
 from opgraph.ops.norm import NormOps
 from opgraph.ops.pointwise import PointwiseOps
 from opgraph.ops.reduction import ReductionOps
+from opgraph.ops.rope import RopeOps
+from opgraph.ops.shape import ShapeOps
 from opgraph.planning.plan import Filters
 from opgraph.planning.protocols import device_of
 
@@ -63,7 +68,19 @@ class GraphContext:
 
 
 class pygraph(
-    PlanApi, MatmulOps, PointwiseOps, ActivationOps, ReductionOps, NormOps, AttentionOps, _native.GraphBase
+    PlanApi,
+    MatmulOps,
+    PointwiseOps,
+    ActivationOps,
+    ReductionOps,
+    ShapeOps,
+    NormOps,
+    AttentionOps,
+    RopeOps,
+    ConvolutionOps,
+    BatchNormOps,
+    InstanceNormOps,
+    _native.GraphBase,
 ):
     """A graph of tensor operations.
 

@@ -64,6 +64,16 @@ class Handle(_native.Handle):
         """The device; what the driver says of it was asked when the handle was made."""
         return self._device
 
+    @property
+    def stream(self) -> int:
+        """The raw stream address, 0 for the legacy default. Set from an int, a NumPy int or a framework's
+        stream object; None is the default."""
+        return _native.Handle.stream.__get__(self)
+
+    @stream.setter
+    def stream(self, stream: Any) -> None:
+        _native.Handle.stream.__set__(self, as_stream(stream))  # type: ignore[attr-defined]
+
     def set_stream(self, stream: Any) -> None:
         """See `opgraph.set_stream`."""
         self.stream = as_stream(stream)

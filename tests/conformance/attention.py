@@ -45,7 +45,8 @@ def visible(
 
 
 def slopes(heads: int) -> list[float]:
-    """ALiBi's slopes: a geometric row for the power of two below, every other one of the next row for the rest."""
+    """ALiBi's slopes: a geometric row for the power of two below, every other one of the next row for the
+    rest."""
     n = 2 ** int(math.log2(heads))
     return [2 ** (-8 * (i + 1) / n) for i in range(n)] + [
         2 ** (-4 * (2 * j + 1) / n) for j in range(heads - n)
@@ -55,7 +56,8 @@ def slopes(heads: int) -> list[float]:
 def attention(
     xp: Any, values: Mapping[str, Any], *, scale: float, seen: Array, alibi: bool, rows_used: Array
 ) -> dict[str, Any]:
-    """O, Stats, score_max and score_sum_exp: the formula in NumPy or torch. `rows_used` [B, 1, Sq, 1]: rows in use."""
+    """O, Stats, score_max and score_sum_exp: the formula in NumPy or torch. `rows_used` [B, 1, Sq, 1]: rows
+    in use."""
     q = values["q"]
     heads, rows, keys = q.shape[1], q.shape[2], values["k"].shape[2]
     k, v = (values[name][:, np.arange(heads) // (heads // values[name].shape[1])] for name in ("k", "v"))
@@ -131,13 +133,15 @@ class Attention:
         band: Mapping[str, Any] | None = None,
         out_layout: Any = None,
     ) -> Problem:
-        """`kv` is (heads of k, rows); `options` go to the operator, `band` tells the truth which keys are seen."""
+        """`kv` is (heads of k, rows); `options` go to the operator, `band` tells the truth which keys are
+        seen."""
         options = dict(options or {})
         batch, heads, rows, width = q
         heads_k, keys = kv or (heads, rows)
         k, v = (batch, heads_k, keys, width), (batch, heads_v or heads_k, keys, width_v or width)
         inputs = {
-            name: Input(rng.standard_normal(dim), dtype, layout(dim)) for name, dim in (("q", q), ("k", k), ("v", v))
+            name: Input(rng.standard_normal(dim), dtype, layout(dim))
+            for name, dim in (("q", q), ("k", k), ("v", v))
         }
         scale = options.get("attn_scale") or 1.0
         if scale_tensor is not None:
@@ -149,9 +153,7 @@ class Attention:
             inputs["sink"] = Input(rng.standard_normal((1, heads, 1, 1)), data_type.FLOAT)
         if lengths is not None:
             for name, values in zip(("seq_len_q", "seq_len_kv"), lengths, strict=True):
-                inputs[name] = Input(
-                    np.reshape(values, (batch, 1, 1, 1)), data_type.INT32, virtual_ok=False
-                )
+                inputs[name] = Input(np.reshape(values, (batch, 1, 1, 1)), data_type.INT32, virtual_ok=False)
             options["use_padding_mask"] = True
         full = (batch, heads, rows, keys)
         len_q, len_kv = lengths or (None, None)
@@ -159,12 +161,18 @@ class Attention:
         used = np.arange(rows)[:, None] < np.reshape(len_q or [rows] * batch, (batch, 1, 1, 1))
 
         def declare(graph: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-            named = {key: tensors[key] for key in ("attn_scale", "bias", "seq_len_q", "seq_len_kv") if key in tensors}
+            named = {
+                key: tensors[key]
+                for key in ("attn_scale", "bias", "seq_len_q", "seq_len_kv")
+                if key in tensors
+            }
             if sink:
                 named["sink_token"] = tensors["sink"]
             for port in ("score_max", "score_sum_exp"):
                 if port in outputs:
-                    named[port] = graph.tensor([*q[:3], 1], data_type=data_type.FLOAT, is_virtual=True, name=port)
+                    named[port] = graph.tensor(
+                        [*q[:3], 1], data_type=data_type.FLOAT, is_virtual=True, name=port
+                    )
             o, stats = graph.sdpa(
                 tensors["q"], tensors["k"], tensors["v"],
                 generate_stats="Stats" in outputs, **named, **options,
@@ -220,9 +228,18 @@ class Attention:
             options={"use_causal_mask_bottom_right": True}, band={"right": 0, "bottom_right": True},
         )  # fmt: skip
         yield problem(
-            "window", q, options={"use_causal_mask": True, "sliding_window_length": 3}, band={"left": 3, "right": 0}
+            "window",
+            q,
+            options={"use_causal_mask": True, "sliding_window_length": 3},
+            band={"left": 3, "right": 0},
         )
-        for left, right, bottom_right in ((1, 0, False), (3, 2, False), (2, None, False), (2, 1, True), (None, 0, True)):
+        for left, right, bottom_right in (
+            (1, 0, False),
+            (3, 2, False),
+            (2, None, False),
+            (2, 1, True),
+            (None, 0, True),
+        ):
             anchor = diagonal_alignment.BOTTOM_RIGHT if bottom_right else diagonal_alignment.TOP_LEFT
             yield problem(
                 f"band {left} {right} {anchor.name}", (1, 2, 5, 8), (2, 9),
@@ -236,7 +253,10 @@ class Attention:
             yield problem(f"bias {bias}", q, bias=bias)
         yield problem("bias, causal", q, bias=(1, 4, 7, 7), **causal)
         yield problem(
-            "alibi", (1, 6, 7, 8), options={"use_alibi_mask": True, "use_causal_mask": True}, band={"right": 0}
+            "alibi",
+            (1, 6, 7, 8),
+            options={"use_alibi_mask": True, "use_causal_mask": True},
+            band={"right": 0},
         )
         yield problem("sink", q, sink=True)
         yield problem("sink, causal", q, sink=True, **causal)

@@ -1,4 +1,5 @@
-"""Derivatives for the truth of backward operators: torch autograd in float64, or central differences with NumPy."""
+"""Derivatives for the truth of backward operators: torch autograd in float64, or central differences with
+NumPy."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def vjp(
     cotangents: Mapping[str, Any],
     wanted: tuple[str, ...],
 ) -> dict[str, Any]:
-    """d/d(input) of sum(cotangent * output), for the wanted inputs; outputs without a cotangent do not count."""
+    """d/d(input) of sum(cotangent * output), for the wanted inputs; outputs without a cotangent do not
+    count."""
     if xp is np:
         return {name: _differences(function, inputs, cotangents, name) for name in wanted}
     leaves = {
@@ -40,7 +42,8 @@ def vjp(
     outputs = function(leaves)
     sum((outputs[name] * cotangent).sum() for name, cotangent in cotangents.items()).backward()
     return {
-        name: leaves[name].grad if leaves[name].grad is not None else xp.zeros_like(leaves[name]) for name in wanted
+        name: leaves[name].grad if leaves[name].grad is not None else xp.zeros_like(leaves[name])
+        for name in wanted
     }
 
 

@@ -1,7 +1,7 @@
 """Cases of conversions: `identity` from one data type to another, FP8, FP4, INT4 and integers among them.
 
-Floats round to nearest even; to 8 and 4 bits they saturate and NaN stays NaN; to integers they round to nearest even,
-saturate, and NaN becomes 0; integers saturate; BOOLEAN is whether the element is non-zero.
+Floats round to nearest even; to 8 and 4 bits they saturate and NaN stays NaN; to integers they round to
+nearest even, saturate, and NaN becomes 0; integers saturate; BOOLEAN is whether the element is non-zero.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Rng = np.random.Generator
 
 _T = data_type
 _RANGE = {
-    _T.INT8: (-128, 127), _T.UINT8: (0, 255), _T.INT32: (-(2**31), 2**31 - 1), _T.INT64: (-(2**63), 2**63 - 1),
-    _T.INT4: (-8, 7),
+    _T.INT8: (-128, 127), _T.UINT8: (0, 255), _T.INT4: (-8, 7),
+    _T.INT32: (-(2**31), 2**31 - 1), _T.INT64: (-(2**63), 2**63 - 1),
 }  # fmt: skip
 _FLOATS = (_T.FLOAT, _T.DOUBLE, _T.HALF, _T.BFLOAT16)
 _SMALL = (_T.FP8_E4M3, _T.FP8_E5M2, _T.FP4_E2M1)
@@ -77,7 +77,11 @@ class Convert:
         self.data_types = (*_FLOATS, *_SMALL[:2], *_RANGE, _T.BOOLEAN, _T.FP4_E2M1)
 
     def problems(self, dtype: data_type, rng: Rng) -> Iterator[Problem]:
-        for id, dim, stride in (("dense", (4, 6), None), ("transposed", (4, 6), (1, 4)), ("gaps", (4, 6), (8, 1))):
+        for id, dim, stride in (
+            ("dense", (4, 6), None),
+            ("transposed", (4, 6), (1, 4)),
+            ("gaps", (4, 6), (8, 1)),
+        ):
             values = _source(rng, self.source, dim)
             if dtype is _T.FP4_E2M1:
                 values = np.where(np.isnan(values), 1, values)  # FP4 has no NaN

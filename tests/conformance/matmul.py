@@ -89,8 +89,8 @@ def matmul_problem(
 class Matmul:
     op = id = "matmul"
     data_types = (
-        data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE, data_type.INT8, data_type.INT32,
-        data_type.FP8_E4M3,
+        data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE,
+        data_type.INT8, data_type.INT32, data_type.FP8_E4M3,
     )  # fmt: skip
 
     def problems(self, dtype: data_type, rng: Rng) -> Iterator[Problem]:
@@ -113,7 +113,8 @@ class Matmul:
         if dtype is data_type.INT32:  # sums beyond what float64 holds exactly
             big = matmul_problem("large", rng, *plain, compute=data_type.INT64, out_type=data_type.INT64)
             big.inputs = {
-                name: Input(rng.integers(2**30, 2**31, given.dim), dtype) for name, given in big.inputs.items()
+                name: Input(rng.integers(2**30, 2**31, given.dim), dtype)
+                for name, given in big.inputs.items()
             }
             yield big
 

@@ -1,7 +1,9 @@
-"""Operand memory with guards: one host image per operand, which a buffer maker turns into what `execute` takes.
+"""Operand memory with guards: one host image per operand, which a buffer maker turns into what `execute`
+takes.
 
-An image is the operand's bytes with guard bytes before and after. It starts as 0xFF everywhere, which is NaN in every
-float type, so padding that is read or output that is not written shows, and a write outside the declared elements too.
+An image is the operand's bytes with guard bytes before and after. It starts as 0xFF everywhere, which is NaN
+in every float type, so padding that is read or output that is not written shows, and a write outside the
+declared elements too.
 """
 
 from __future__ import annotations
@@ -179,7 +181,9 @@ class Region:
         places = np.flatnonzero(where & (self._buffer.image() != self._start))
         if not places.size:
             return None
-        return f"{places.size} bytes changed, the first at byte {int(places[0]) - GUARD} from the first element"
+        return (
+            f"{places.size} bytes changed, the first at byte {int(places[0]) - GUARD} from the first element"
+        )
 
 
 def _copy(image: Array) -> Array:

@@ -12,7 +12,7 @@ from conformance.layouts import channels_last, padded, preserving, reversed_axes
 from conformance.problem import Expect, Input, Problem
 from opgraph import data_type, norm_forward_phase
 
-__all__ = ["CASES", "norm_problem"]
+__all__ = ["CASES", "EPSILON", "Norm", "NormBackward", "normalised"]
 
 Rng = np.random.Generator
 
@@ -112,7 +112,9 @@ class Norm:
             if out_stride is not None:
                 y.set_stride(out_stride)
             if not training:
-                assert statistics == [None] * len(self.statistics), f"{id}: statistics {statistics} in INFERENCE"
+                assert statistics == [None] * len(self.statistics), (
+                    f"{id}: statistics {statistics} in INFERENCE"
+                )
                 return {"Y": y}
             for tensor in statistics:
                 tensor.set_data_type(math)
@@ -131,7 +133,14 @@ class Norm:
             for name in self.statistics:
                 expect[name] = Expect(kept, preserving(kept, x_stride), math)
         return Problem(
-            f"{self.op} {dtype.name}: {id}", inputs, declare, truth, expect, io=dtype, intermediate=math, compute=math
+            f"{self.op} {dtype.name}: {id}",
+            inputs,
+            declare,
+            truth,
+            expect,
+            io=dtype,
+            intermediate=math,
+            compute=math,
         )
 
     def problems(self, dtype: data_type, rng: Rng) -> Iterator[Problem]:
@@ -192,7 +201,9 @@ class NormBackward:
         ports = {"x": "DX", "scale": "DSCALE", "bias": "DBIAS"}
 
         def declare(graph: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
-            given: dict[str, Any] = {"mean": tensors["mean"]} if self.centred else {"has_dbias": with_scale and dbias}
+            given: dict[str, Any] = (
+                {"mean": tensors["mean"]} if self.centred else {"has_dbias": with_scale and dbias}
+            )
             results = getattr(graph, self.op)(
                 grad=tensors["grad"],
                 input=tensors["x"],
@@ -220,7 +231,8 @@ class NormBackward:
             expect[ports[name]] = Expect(scale, inputs["scale"].stride, dtype)
         return Problem(
             f"{self.op} {dtype.name}: {id}", inputs, declare, truth, expect,
-            io=dtype, intermediate=math, compute=math, needs_torch=int(np.prod(dim)) > 100 or dtype is data_type.DOUBLE,
+            io=dtype, intermediate=math, compute=math,
+            needs_torch=int(np.prod(dim)) > 100 or dtype is data_type.DOUBLE,
         )  # fmt: skip
 
     def problems(self, dtype: data_type, rng: Rng) -> Iterator[Problem]:
@@ -234,4 +246,9 @@ class NormBackward:
             yield self.problem("no dbias", rng, *plain, dbias=False)
 
 
-CASES = (Norm("layernorm"), Norm("rmsnorm"), NormBackward("layernorm_backward"), NormBackward("rmsnorm_backward"))
+CASES = (
+    Norm("layernorm"),
+    Norm("rmsnorm"),
+    NormBackward("layernorm_backward"),
+    NormBackward("rmsnorm_backward"),
+)

@@ -25,7 +25,8 @@ _INTEGERS = (data_type.INT32, data_type.INT64)
 def pointwise_stride(
     dim: Sequence[int], inputs: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> tuple[int, ...]:
-    """Default strides of a pointwise output with a buffer: of the first input with its dim that an output can have."""
+    """Default strides of a pointwise output with a buffer: of the first input with its dim that an output can
+    have."""
     for shape, stride in inputs:
         if tuple(shape) == tuple(dim) and not overlapping(shape, stride):
             return tuple(stride)
@@ -66,8 +67,8 @@ BROADCASTS: tuple[_Shape, ...] = (
 class Pointwise:
     """One pointwise operator: keyword names of its tensors, a maker of values, a formula in NumPy or torch.
 
-    `make[i](rng, dim)` gives numbers of input i; `formula(xp, *inputs)` the truth. A backward operator names its
-    forward formula instead, and its truth is the derivative of that.
+    `make[i](rng, dim)` gives numbers of input i; `formula(xp, *inputs)` the truth. A backward operator names
+    its forward formula instead, and its truth is the derivative of that.
     """
 
     def __init__(
@@ -186,7 +187,8 @@ def not_zero(rng: Rng, dim: Sequence[int]) -> Array:
     return rng.integers(1, 50, dim) * rng.choice([-1, 1], dim)
 
 
-# -- formulas: `xp` is NumPy or torch, in float64 ------------------------------------------------------------------
+# -- formulas: `xp` is NumPy or torch, in float64
+# ------------------------------------------------------------------
 
 
 def erf(xp: Any, x: Any) -> Any:
@@ -248,6 +250,7 @@ def both(function: str, other: str = "") -> Callable[..., Any]:
 
 _AB, _IC, _X = ("a", "b"), ("input", "comparison"), ("input",)
 _PAIR, _LOSS = ("input0", "input1"), ("loss", "input")
+_BIAS, _SCALE = ("input", "bias"), ("input", "scale")
 
 _EXACT = (*_FLOATS, *_INTEGERS)
 
@@ -257,8 +260,8 @@ FORWARD: tuple[Pointwise, ...] = (
     Pointwise("mul", _AB, lambda xp, a, b: a * b, [normal]),
     Pointwise("div", _AB, lambda xp, a, b: a / b, [normal, away_from_zero]),
     Pointwise("add_square", _AB, lambda xp, a, b: a + b * b, [normal]),
-    Pointwise("bias", ("input", "bias"), lambda xp, a, b: a + b, [normal]),
-    Pointwise("scale", ("input", "scale"), lambda xp, a, b: a * b, [normal]),
+    Pointwise("bias", _BIAS, lambda xp, a, b: a + b, [normal]),
+    Pointwise("scale", _SCALE, lambda xp, a, b: a * b, [normal]),
     Pointwise("max", _PAIR, both("maximum"), [normal]),
     Pointwise("min", _PAIR, both("minimum"), [normal]),
     Pointwise("mod", _PAIR, both("fmod"), [normal, away_from_zero]),
@@ -278,7 +281,8 @@ FORWARD: tuple[Pointwise, ...] = (
         data_types=(*_EXACT, data_type.BOOLEAN),
     ),
     Pointwise(
-        "logical_not", _X, lambda xp, a: ~truth_of(a), [few], exact=True, data_types=(*_EXACT, data_type.BOOLEAN)
+        "logical_not", _X, lambda xp, a: ~truth_of(a), [few], exact=True,
+        data_types=(*_EXACT, data_type.BOOLEAN),
     ),
     Pointwise(
         "binary_select", ("input0", "input1", "mask"), lambda xp, a, b, m: xp.where(truth_of(m), a, b),
@@ -320,8 +324,8 @@ WHOLE: tuple[Pointwise, ...] = (
     Pointwise("sub", _AB, lambda xp, a, b: a - b, [whole], label="whole", data_types=_INTEGERS),
     Pointwise("mul", _AB, lambda xp, a, b: a * b, [whole], label="whole", data_types=_INTEGERS),
     Pointwise("add_square", _AB, lambda xp, a, b: a + b * b, [whole], label="whole", data_types=_INTEGERS),
-    Pointwise("bias", ("input", "bias"), lambda xp, a, b: a + b, [whole], label="whole", data_types=_INTEGERS),
-    Pointwise("scale", ("input", "scale"), lambda xp, a, b: a * b, [whole], label="whole", data_types=_INTEGERS),
+    Pointwise("bias", _BIAS, lambda xp, a, b: a + b, [whole], label="whole", data_types=_INTEGERS),
+    Pointwise("scale", _SCALE, lambda xp, a, b: a * b, [whole], label="whole", data_types=_INTEGERS),
     Pointwise("max", _PAIR, both("maximum"), [whole], label="whole", data_types=_INTEGERS),
     Pointwise("min", _PAIR, both("minimum"), [whole], label="whole", data_types=_INTEGERS),
     Pointwise("mod", _PAIR, both("fmod"), [whole, not_zero], label="whole", data_types=_INTEGERS),

@@ -13,7 +13,7 @@ from conformance.memory import BufferMaker, NumpyBuffer, Region, exact, stored
 from conformance.tolerances import mismatch
 from opgraph import data_type
 
-__all__ = ["Expect", "Input", "Problem", "build", "run_case"]
+__all__ = ["Expect", "Input", "Problem", "build", "compute", "run_case"]
 
 Array = np.ndarray[Any, Any]
 
@@ -38,7 +38,9 @@ class Input:
         self.dim = array.shape
         self.stride = tuple(stride) if stride is not None else row_major(self.dim)
         one = tuple(slice(0, 1) if step == 0 else slice(None) for step in self.stride)
-        self.values = np.broadcast_to(array[one], self.dim)  # stride 0: one element stands for all of the axis
+        self.values = np.broadcast_to(
+            array[one], self.dim
+        )  # stride 0: one element stands for all of the axis
         self.by_value = by_value
         self.virtual_ok = virtual_ok and not by_value
 
@@ -69,8 +71,9 @@ class Problem:
     """A graph, its data and its truth.
 
     `declare(graph, tensors)` calls the operators and returns the outputs by name, without `set_output`.
-    `truth(xp, values)` returns the outputs by name from the inputs (float64, int64 or bool); `xp` is NumPy or torch,
-    and values are arrays or tensors of it. `needs_torch`: NumPy would take finite differences of too many elements.
+    `truth(xp, values)` returns the outputs by name from the inputs (float64, int64 or bool); `xp` is NumPy or
+    torch, and values are arrays or tensors of it. `needs_torch`: NumPy would take finite differences of too
+    many elements.
     """
 
     def __init__(
@@ -145,32 +148,31 @@ def build(
         compute_data_type=problem.compute,
     )
     tensors = {
-        name: graph.tensor(
-            given.dim, given.stride, given.dtype, is_pass_by_value=given.by_value, name=name
-        )
+        name: graph.tensor(given.dim, given.stride, given.dtype, is_pass_by_value=given.by_value, name=name)
         for name, given in problem.inputs.items()
     }
-    outputs = {name: t.set_output(True) for name, t in problem.declare(graph, tensors).items() if t is not None}
+    outputs = {
+        name: t.set_output(True) for name, t in problem.declare(graph, tensors).items() if t is not None
+    }
     graph.build(engine=engine, knobs=knobs, device=device)
     return graph, tensors, outputs
 
 
-def run_case(
+def compute(
     problem: Problem,
     engine: str = "cpu",
     knobs: Mapping[str, Any] | None = None,
     make_buffer: BufferMaker = NumpyBuffer,
     *,
     make_input: BufferMaker | None = None,
-    truth: Mapping[str, Array] | None = None,
     device: Any = "cpu",
 ) -> dict[str, Array]:
-    """Runs a problem end to end on an engine and checks everything that can be seen from outside.
+    """Runs a problem end to end on an engine and returns its outputs in their own types.
 
-    Outputs start as NaN and must equal the truth (from NumPy unless given); padding, guards, inputs and everything
-    around the workspace must stay as they were; dims, strides and data types must be those the problem expects.
-    `make_input` makes the buffers of inputs where they differ from those of outputs and workspace. Returns the outputs
-    in their own types. Raises what `build` raises, and AssertionError.
+    Checks everything but the numbers. Outputs and workspace start as NaN; padding, guards, inputs and
+    everything around the workspace must stay as they were; dims, strides and data types must be those the
+    problem expects. `make_input` makes the buffers of inputs where they differ from those of outputs and
+    workspace. Raises what `build` and `execute` raise, and AssertionError.
     """
     graph, tensors, outputs = build(problem, engine, knobs, device)
     where = f"{problem.id} on {graph.plans[0].name}"
@@ -186,30 +188,46 @@ def run_case(
         given[name] = Region(source.dim, source.stride, source.dtype, make_input or make_buffer)
         given[name].fill(source.values)
         pack[tensors[name]] = given[name].operand
-    results: dict[str, Region] = {}
+    written: dict[str, Region] = {}
     for name, tensor in outputs.items():
-        results[name] = Region(tensor.get_dim(), tensor.get_stride(), tensor.get_data_type(), make_buffer)
-        pack[tensor] = results[name].operand
+        written[name] = Region(tensor.get_dim(), tensor.get_stride(), tensor.get_data_type(), make_buffer)
+        pack[tensor] = written[name].operand
     size = graph.get_workspace_size()
     workspace = Region((size,), (1,), data_type.UINT8, make_buffer) if size else None
     graph.execute(pack, None if workspace is None else workspace.operand)
 
+    results = {name: region.values() for name, region in written.items()}
+    if workspace is not None:
+        written["workspace"] = workspace
+    for name, region in written.items():
+        changed = region.changed_outside()
+        assert changed is None, f"{where}: {name}: {changed}"
     for name, region in given.items():
         changed = region.changed()
         assert changed is None, f"{where}: input {name}: {changed}"
-    found = {}
-    for name, region in [*results.items(), *([] if workspace is None else [("workspace", workspace)])]:
-        changed = region.changed_outside()
-        assert changed is None, f"{where}: {name}: {changed}"
-        if region is not workspace:
-            found[name] = region.values()
+    return results
+
+
+def run_case(
+    problem: Problem,
+    engine: str = "cpu",
+    knobs: Mapping[str, Any] | None = None,
+    make_buffer: BufferMaker = NumpyBuffer,
+    *,
+    make_input: BufferMaker | None = None,
+    truth: Mapping[str, Array] | None = None,
+    device: Any = "cpu",
+) -> dict[str, Array]:
+    """`compute`, and every output must equal the truth within tolerance. The truth comes from NumPy unless
+    given."""
+    found = compute(problem, engine, knobs, make_buffer, make_input=make_input, device=device)
     expected = problem.solve(np) if truth is None else truth
+    where = f"{problem.id} on {engine} {dict(knobs or {})}"
     assert set(found) == set(expected), f"{where}: outputs {sorted(found)}, truth {sorted(expected)}"
     for name, values in found.items():
         rules = problem.expect.get(name, Expect())
-        wrong = mismatch(
-            values, expected[name], results[name].dtype, statistic_of=rules.statistic_of, exact=rules.exact
-        )
+        dtype = rules.dtype or problem.io
+        wrong = mismatch(values, expected[name], dtype, statistic_of=rules.statistic_of, exact=rules.exact)
         assert wrong is None, f"{where}: {name}: {wrong}"
     return found
 

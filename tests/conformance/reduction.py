@@ -114,7 +114,9 @@ class Reduction:
     def __init__(self, mode: reduction_mode) -> None:
         self.mode = mode
         self.id = f"reduction {mode.name}"
-        whole = (data_type.INT32, data_type.INT64) if mode.name not in ("NORM2", "AVG", "MUL_NO_ZEROS") else ()
+        whole = (
+            (data_type.INT32, data_type.INT64) if mode.name not in ("NORM2", "AVG", "MUL_NO_ZEROS") else ()
+        )
         self.data_types = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE, *whole)
 
     def numbers(self, rng: Rng, dim: Sequence[int], dtype: data_type) -> Any:

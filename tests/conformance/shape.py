@@ -25,7 +25,9 @@ def numbers(rng: Rng, dim: Sequence[int]) -> Any:
     return rng.integers(0, 100, dim)
 
 
-def _problem(op: str, id: str, dtype: data_type, inputs: Any, declare: Any, truth: Any, dim: Any, stride: Any) -> Problem:
+def _problem(
+    op: str, id: str, dtype: data_type, inputs: Any, declare: Any, truth: Any, dim: Any, stride: Any
+) -> Problem:
     return Problem(
         f"{op} {dtype.name}: {id}", inputs, declare, truth, {"Y": Expect(dim, stride, dtype, exact=True)},
         io=dtype, intermediate=dtype,
@@ -33,8 +35,8 @@ def _problem(op: str, id: str, dtype: data_type, inputs: Any, declare: Any, trut
 
 
 def transpose_problem(
-    id: str, rng: Rng, dim: Sequence[int], permutation: Sequence[int], stride: Sequence[int] | None, dtype: data_type,
-    out_stride: Sequence[int] | None = None,
+    id: str, rng: Rng, dim: Sequence[int], permutation: Sequence[int], stride: Sequence[int] | None,
+    dtype: data_type, out_stride: Sequence[int] | None = None,
 ) -> Problem:  # fmt: skip
     x = Input(numbers(rng, dim), dtype, stride)
 
@@ -52,8 +54,8 @@ def transpose_problem(
 
 
 def slice_problem(
-    id: str, rng: Rng, dim: Sequence[int], slices: Sequence[slice], stride: Sequence[int] | None, dtype: data_type,
-    out_stride: Sequence[int] | None = None,
+    id: str, rng: Rng, dim: Sequence[int], slices: Sequence[slice], stride: Sequence[int] | None,
+    dtype: data_type, out_stride: Sequence[int] | None = None,
 ) -> Problem:  # fmt: skip
     x = Input(numbers(rng, dim), dtype, stride)
 
@@ -64,7 +66,14 @@ def slice_problem(
     out = tuple(len(range(*cut.indices(n))) for cut, n in zip(slices, dim, strict=True))
     expected = out_stride or tuple(s * (cut.step or 1) for s, cut in zip(x.stride, slices, strict=True))
     return _problem(
-        "slice", id, dtype, {"X": x}, declare, lambda xp, values: {"Y": values["X"][tuple(slices)]}, out, expected
+        "slice",
+        id,
+        dtype,
+        {"X": x},
+        declare,
+        lambda xp, values: {"Y": values["X"][tuple(slices)]},
+        out,
+        expected,
     )
 
 
@@ -96,6 +105,7 @@ def reshape_problem(
 ) -> Problem:  # fmt: skip
     x = Input(numbers(rng, dim), dtype, stride)
     expected = tuple(out_stride) if out_stride is not None else channels_last(out)
+    x_stride = x.stride
 
     def declare(graph: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
         y = graph.reshape(tensors["X"], **({} if mode is None else {"reshape_mode": mode})).set_dim(out)
@@ -105,19 +115,24 @@ def reshape_problem(
         x = values["X"]
         if mode is reshape_mode.LOGICAL:
             return {"Y": x.reshape(tuple(out))}
-        # The same memory under other dims and strides: flatten x as it lies, index it as the output's layout does.
-        order = sorted(range(len(dim)), key=lambda axis: -_step(axis))
-        memory = (x.transpose(order) if xp is np else x.permute(*order)).reshape(-1)
-        places = sum(
-            (grid * step for grid, step in zip(np.indices(tuple(out)), expected, strict=True)), np.zeros(out, np.int64)
-        )
-        return {"Y": memory[places if xp is np else xp.from_numpy(places)]}
-
-    def _step(axis: int) -> int:
-        return x.stride[axis]
+        # The same memory under other dims and strides: which element of x lies where, and what lies where y
+        # looks.
+        held, asked = _offsets(dim, x_stride), _offsets(out, expected)
+        element = np.zeros(held.max(initial=-1) + 1, np.int64)
+        element[held.reshape(-1)] = np.arange(held.size)
+        picked = element[asked]
+        return {"Y": x.reshape(-1)[picked if xp is np else xp.from_numpy(picked)]}
 
     label = "default" if mode is None else mode.name
     return _problem("reshape", f"{id} {label}", dtype, {"X": x}, declare, truth, out, expected)
+
+
+def _offsets(dim: Sequence[int], stride: Sequence[int]) -> Any:
+    """The offset of each element of a layout."""
+    offsets = np.zeros(tuple(dim), np.int64)
+    for places, step in zip(np.indices(tuple(dim)), stride, strict=True):
+        offsets += places * step
+    return offsets
 
 
 class Transpose:
@@ -198,7 +213,14 @@ class Reshape:
             ):
                 yield reshape_problem(id, rng, dim, out, None, dtype, mode)
                 yield reshape_problem(f"{id} row-major", rng, dim, out, None, dtype, mode, row_major(out))
-        logical = reshape_mode.LOGICAL
+        view, logical = reshape_mode.VIEW_ONLY, reshape_mode.LOGICAL
+        for id, dim, stride, out, out_stride in (
+            ("split padded rows", [4, 6], (9, 1), [4, 2, 3], (9, 3, 1)),
+            ("merge padded rows", [4, 2, 3], (9, 3, 1), [4, 6], (9, 1)),
+            ("of a transpose", [4, 6], (1, 4), [2, 3, 4], (12, 4, 1)),
+            ("transpose by view", [4, 6], (6, 1), [6, 4], (1, 6)),
+        ):
+            yield reshape_problem(id, rng, dim, out, stride, dtype, view, out_stride)
         yield reshape_problem("transposed", rng, [4, 6], [3, 8], reversed_axes([4, 6]), dtype, logical)
         yield reshape_problem("padded rows", rng, [4, 6], [3, 8], padded([4, 6]), dtype, logical)
         yield reshape_problem("padded output", rng, [4, 6], [3, 8], None, dtype, logical, padded([3, 8]))

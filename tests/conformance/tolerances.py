@@ -1,7 +1,7 @@
 """How close a result must be to the truth, per data type of the output: the only place that says so.
 
-Floats: |result - truth| <= t * (1 + |truth|) with t below. FP8 and FP4: one step of the type's grid plus 2%. Integers,
-booleans, indices and masks: exact. Statistics of softmax for half inputs: 1e-3 absolute.
+Floats: |result - truth| <= t * (1 + |truth|) with t below. FP8 and FP4: one step of the type's grid plus 2%.
+Integers, booleans, indices and masks: exact. Statistics of softmax for half inputs: 1e-3 absolute.
 """
 
 from __future__ import annotations
@@ -30,14 +30,20 @@ GRID = {
 GRID_RELATIVE = 0.02
 
 STATISTIC_OF_HALF = 1e-3
-LARGEST = {data_type.HALF: 65504.0, data_type.BFLOAT16: 3.3895313892515355e38, data_type.FLOAT: 3.4028234663852886e38}
+LARGEST = {
+    data_type.HALF: 65504.0,
+    data_type.BFLOAT16: 3.3895313892515355e38,
+    data_type.FLOAT: 3.4028234663852886e38,
+}
 
 
 def bound(truth: Array, dtype: data_type, *, statistic_of: data_type | None = None) -> Array:
     """The largest error allowed at each element, given the truth in float64."""
-    if statistic_of in (data_type.HALF, data_type.BFLOAT16):
-        return np.full(truth.shape, STATISTIC_OF_HALF)
     size = np.abs(truth)
+    if statistic_of in (data_type.HALF, data_type.BFLOAT16):
+        return np.maximum(
+            STATISTIC_OF_HALF, CLOSE[dtype] * (1 + size)
+        )  # large ones are bound by their own type
     if dtype in CLOSE:
         return CLOSE[dtype] * (1 + size)
     if dtype in GRID:
@@ -49,9 +55,15 @@ def bound(truth: Array, dtype: data_type, *, statistic_of: data_type | None = No
 
 
 def mismatch(
-    result: Array, truth: Array, dtype: data_type, *, statistic_of: data_type | None = None, exact: bool = False
+    result: Array,
+    truth: Array,
+    dtype: data_type,
+    *,
+    statistic_of: data_type | None = None,
+    exact: bool = False,
 ) -> str | None:
-    """None when `result` (of the output's own type) is the truth within tolerance; else what is wrong, in words."""
+    """None when `result` (of the output's own type) is the truth within tolerance; else what is wrong, in
+    words."""
     if result.shape != truth.shape:
         return f"shape {result.shape}, expected {truth.shape}"
     if dtype not in CLOSE and dtype not in GRID:
@@ -66,11 +78,17 @@ def mismatch(
         truth = np.clip(truth, -largest, largest)  # conversions to 8 and 4 bits saturate; NaN stays NaN
     elif dtype in LARGEST:
         # What rounds beyond the largest finite value is infinite; within tolerance of it, either will do.
-        over = (np.abs(truth) > LARGEST[dtype]) & ~(np.isfinite(found) & (np.abs(truth) < 1.01 * LARGEST[dtype]))
+        over = (np.abs(truth) > LARGEST[dtype]) & ~(
+            np.isfinite(found) & (np.abs(truth) < 1.01 * LARGEST[dtype])
+        )
         truth = np.where(over, np.copysign(np.inf, truth), truth)
     with np.errstate(invalid="ignore"):
         error = np.abs(found - truth)
-        close = (error <= bound(truth, dtype, statistic_of=statistic_of)) & np.isfinite(found) & np.isfinite(truth)
+        close = (
+            (error <= bound(truth, dtype, statistic_of=statistic_of))
+            & np.isfinite(found)
+            & np.isfinite(truth)
+        )
     wrong = ~close & (found != truth) & ~(np.isnan(found) & np.isnan(truth))
     return _worst(wrong, error, found, truth, dtype.name) if wrong.any() else None
 
@@ -78,7 +96,8 @@ def mismatch(
 def _worst(wrong: Array, error: Array, found: Array, truth: Array, rule: str) -> str:
     score = np.where(wrong, np.nan_to_num(error, nan=np.inf, posinf=np.inf), -1)
     place = np.unravel_index(int(np.argmax(score)), score.shape)
+    where = tuple(int(i) for i in place)
     return (
-        f"{int(wrong.sum())} of {wrong.size} elements differ ({rule}); worst at {tuple(int(i) for i in place)}: "
+        f"{int(wrong.sum())} of {wrong.size} elements differ ({rule}); worst at {where}: "
         f"{found[place]!r}, expected {truth[place]!r}"
     )

@@ -7,13 +7,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 import opgraph
 from opgraph import data_type
+from opgraph.engines.support import Candidate, CompiledPlan, layout_carves
+from opgraph.engines.support import Engine as EngineBase
 from opgraph.ir.datatypes import numpy_dtype
 
 GUARD = 16  # elements on either side of a guarded buffer
@@ -42,6 +44,39 @@ ENGINES = (Engine("cpu", {"precision": "native"}), Engine("cpu", {"precision": "
 
 def span(dim: Any, stride: Any) -> int:
     return 0 if 0 in dim else 1 + sum((n - 1) * s for n, s in zip(dim, stride, strict=True))
+
+
+class ScratchEngine(EngineBase):
+    """C = A + B of contiguous float32 vectors, through a workspace that it fills before use.
+
+    For tests that register it; `look` is called with the pack of each call.
+    """
+
+    name = "scratch"
+    engine_ids: ClassVar = {29990: {}}
+    knobs: ClassVar = {"bytes": "size of the workspace"}
+    named_only = True
+
+    def __init__(self, look: Callable[[Any], None] = lambda pack: None) -> None:
+        self.look = look
+
+    def propose(self, spec: Any, target: Any) -> list[Candidate]:
+        self.check(spec, target)
+        return [Candidate(self.name, 29990, target.knobs, workspace_bytes=target.knobs["bytes"])]
+
+    def compile(self, spec: Any, candidate: Candidate, target: Any) -> CompiledPlan:
+        carves, size = layout_carves([(data_type.UINT8, (candidate.knobs["bytes"],))])
+
+        def run(pack: Any) -> None:
+            self.look(pack)
+            a, b, c = (pack[i].numpy() for i in range(3))
+            region = pack.carves[0].numpy()
+            region[...] = 0xCC
+            partial = region[: a.nbytes].view(np.float32)
+            partial[...] = a
+            np.add(partial, b, out=c)
+
+        return CompiledPlan(run, workspace_bytes=size, carves=carves)
 
 
 class Guarded:
@@ -134,7 +169,7 @@ class Sum:
         self.graph.execute(operands, **kwargs)
 
     def result(self, a: Any = None, b: Any = None, **kwargs: Any) -> Any:
-        """C as nested lists, out of a guarded buffer. Of an engine that does not compute: what it has to be."""
+        """C as nested lists, from a guarded buffer."""
         out = self.out()
         self.execute(a, b, out.view, **kwargs)
         out.check()
@@ -150,9 +185,11 @@ class Sum:
         else:
             out.untouched()
 
-    def refuses(self, *words: str, error: Any = opgraph.OperandError, c: Any = None, **kwargs: Any) -> Exception:
-        """The call is refused with an exception that says all of `words`; no output byte is written, and the graph
-        stays usable."""
+    def refuses(
+        self, *words: str, error: Any = opgraph.OperandError, c: Any = None, **kwargs: Any
+    ) -> Exception:
+        """The call is refused with an exception that says all of `words`; no output byte is written, and the
+        graph stays usable."""
         out = self.out()
         caught = refused(lambda: self.execute(c=out.view if c is None else c, **kwargs), *words, error=error)
         out.untouched()

@@ -21,7 +21,6 @@ PARAMS = [
         marks=[pytest.mark.frameworks] if truth == "torch" else [],
     )
     for case in CASES
-    if case.op in OPS
     for dtype in case.data_types
     for truth in getattr(case, "truths", ("numpy", "torch"))
 ]  # fmt: skip

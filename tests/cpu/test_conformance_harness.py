@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ class Faulty(Engine):
     """The CPU engine with something done after each call."""
 
     name = "faulty"
-    engine_ids = {29900: {}}
+    engine_ids: ClassVar = {29900: {}}
     named_only = True
 
     def __init__(self, fault: Any) -> None:
@@ -56,9 +56,7 @@ def faulty(request):
 
 def problem(dtype: data_type = data_type.FLOAT) -> Problem:
     case = next(case for case in POINTWISE if case.op == "add")
-    return case.problem(
-        "padded", np.random.default_rng(0), ([4, 5],), ((7, 1),), dtype, out_stride=(9, 1)
-    )
+    return case.problem("padded", np.random.default_rng(0), ([4, 5],), ((7, 1),), dtype, out_stride=(9, 1))
 
 
 def _past(slot: Any, elements: int) -> np.ndarray:
@@ -126,7 +124,8 @@ def test_a_problem_runs_on_any_kind_of_buffer(make_buffer):
     run_case(problem(), make_buffer=make_buffer)
     rng = np.random.default_rng(1)
     run_case(
-        matmul_problem("", rng, [2, 3, 4], [2, 4, 5], None, (20, 1, 4), data_type.HALF), make_buffer=make_buffer
+        matmul_problem("", rng, [2, 3, 4], [2, 4, 5], None, (20, 1, 4), data_type.HALF),
+        make_buffer=make_buffer,
     )
 
 

@@ -1,4 +1,5 @@
-"""Random shapes, layouts and data types through the conformance suite, on the CPU engine in both precisions."""
+"""Random shapes, layouts and data types through the conformance suite, on the CPU engine in both
+precisions."""
 
 from __future__ import annotations
 
@@ -6,7 +7,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-import pytest
 from conformance import Problem, run_case
 from conformance.layouts import dense
 from conformance.matmul import matmul_problem
@@ -18,8 +18,7 @@ from conformance.shape import concatenate_problem, reshape_problem, slice_proble
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from opgraph import data_type, reshape_mode, reduction_mode
-from opgraph.ops import OPS
+from opgraph import data_type, reduction_mode, reshape_mode
 
 FLOATS = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16)
 MOVED = (*FLOATS, data_type.INT32, data_type.INT8, data_type.BOOLEAN)
@@ -43,7 +42,8 @@ def dims(most: int = 4, largest: int = 6) -> Any:
 
 @st.composite
 def layout(draw: Any, dim: Any, *, stride_0: bool = False) -> tuple[int, ...]:
-    """Any layout without overlap: the axes in any order, with gaps; for inputs perhaps an axis of stride 0."""
+    """Any layout without overlap: the axes in any order, with gaps; for inputs perhaps an axis of stride
+    0."""
     order = draw(st.permutations(range(len(dim))))
     room = [n + draw(st.integers(0, 2)) for n in dim]
     stride = list(dense(room, order))
@@ -162,7 +162,6 @@ def refolds(draw: Any, count: int) -> list[int]:
     return [*out, count]
 
 
-@pytest.mark.skipif(not {"transpose", "slice", "concatenate", "reshape"} <= set(OPS), reason="not offered")
 @settings(max_examples=150, deadline=None)
 @given(moves())
 def test_moves(problem):

@@ -22,7 +22,9 @@ def strided(base: Any, shape: Any, strides: Any) -> Any:
     return np.lib.stride_tricks.as_strided(base, shape, tuple(s * base.itemsize for s in strides))
 
 
-def copy_graph(engine: Any, dim: Any, stride: Any, dtype: data_type = FLOAT, out: data_type | None = None) -> Any:
+def copy_graph(
+    engine: Any, dim: Any, stride: Any, dtype: data_type = FLOAT, out: data_type | None = None
+) -> Any:
     """X -> Y, dense, without arithmetic."""
     graph = opgraph.pygraph(io_data_type=dtype, compute_data_type=FLOAT)
     x = graph.tensor(dim, stride, name="X")
@@ -45,7 +47,9 @@ class TestF02ExtentOneWithAnyStride:
         values = np.arange(max(dim), dtype=np.float32)
         for stride in strides:
             out = Guarded((max(dim),))
-            case.execute(strided(values, dim, stride), np.ones(dim, np.float32), strided(out.view, dim, stride))
+            case.execute(
+                strided(values, dim, stride), np.ones(dim, np.float32), strided(out.view, dim, stride)
+            )
             out.check()
             if any_engine.computes:
                 assert out.view.tolist() == [value + 1 for value in range(max(dim))]
@@ -96,11 +100,15 @@ class TestF04OutputWithStride0:
 
     def test_override(self, any_engine):
         case = Sum(any_engine, (5,))
-        overrides = dict(override_uids=case.uids, override_shapes=[(5,)] * 3, override_strides=[(1,), (1,), (0,)])
+        overrides = dict(
+            override_uids=case.uids, override_shapes=[(5,)] * 3, override_strides=[(1,), (1,), (0,)]
+        )
         case.refuses("'C' (uid 3)", "overlaps itself", **overrides)
 
     def test_declaration(self, any_engine):
-        refused(lambda: Sum(any_engine, (5,), out_stride=(0,)), "'C' (uid 3)", "overlaps itself", error=ValueError)
+        refused(
+            lambda: Sum(any_engine, (5,), out_stride=(0,)), "'C' (uid 3)", "overlaps itself", error=ValueError
+        )
 
     def test_the_same_buffer_as_an_input(self, any_engine):
         case = Sum(any_engine, (5,), b_stride=(0,), out_stride=(1,))
@@ -168,7 +176,9 @@ class TestF06ZeroSizeOperandWithANullAddress:
     def test_overridden(self, any_engine, make, dim, live):
         case = Sum(any_engine, dim, is_override_shape_enabled=True)
         for strides in ((), case.a.stride):
-            overrides = dict(override_uids=case.uids, override_shapes=[live] * 3, override_strides=[strides] * 3)
+            overrides = dict(
+                override_uids=case.uids, override_shapes=[live] * 3, override_strides=[strides] * 3
+            )
             case.execute(make(live), make(live), make(live), **overrides)
             out = case.out()
             case.execute(make(live), make(live), out.view, **overrides)
@@ -291,7 +301,9 @@ class TestF09UnknownOrUnusualDtype:
 INTEGER = {
     "numpy": lambda array: array,
     "legacy capsule": lambda array: Producer(array, generation="legacy", dtype=(0, array.itemsize * 8, 1)),
-    "versioned capsule": lambda array: Producer(array, generation="versioned", dtype=(0, array.itemsize * 8, 1)),
+    "versioned capsule": lambda array: Producer(
+        array, generation="versioned", dtype=(0, array.itemsize * 8, 1)
+    ),
     "array interface": interface_of,
     "data_ptr": DataPointer,
     "dlpack of numpy": Dlpack,
@@ -313,7 +325,10 @@ class TestF10IntegersOfTheOtherWidth:
         values = np.arange(10, dtype=np.float32).reshape(5, 2)
         wrong = protocol(np.array([0, 2, 5], given))
         refused(
-            lambda: graph.execute({x: values, offsets: wrong, y: out.view}), "'offsets' (uid 2)", declared, given
+            lambda: graph.execute({x: values, offsets: wrong, y: out.view}),
+            "'offsets' (uid 2)",
+            declared,
+            given,
         )
         out.untouched()
         graph.execute({x: values, offsets: protocol(np.array([0, 2, 5], declared)), y: out.view})
@@ -350,7 +365,9 @@ class TestF11Float8AndBool:
         wrong = np.array([1, 2, 448], ml_dtypes.float8_e5m2)
         refused(lambda: graph.execute({x: wrong, y: out.view}), "'X'", "float8_e4m3fn", "float8_e5m2")
 
-    @pytest.mark.parametrize("kind", ["numpy", pytest.param("torch", marks=pytest.mark.frameworks), "producer"])
+    @pytest.mark.parametrize(
+        "kind", ["numpy", pytest.param("torch", marks=pytest.mark.frameworks), "producer"]
+    )
     @pytest.mark.parametrize("values, dim", [([True, False, True], (3,)), (True, (1,)), (False, (1,))])
     def test_masks(self, engine, kind, values, dim, request):
         graph = opgraph.pygraph(io_data_type=FLOAT)
@@ -400,14 +417,20 @@ class TestF13ReadOnlyInput:
         return array if kind == "jax" else np.asarray(array)
 
     @pytest.mark.parametrize("kind", [
-        "not writeable", "bytes", "broadcast",
-        pytest.param("view of jax", marks=pytest.mark.frameworks), pytest.param("jax", marks=pytest.mark.frameworks),
+        "not writeable", "bytes", "broadcast", pytest.param("view of jax", marks=pytest.mark.frameworks),
+        pytest.param("jax", marks=pytest.mark.frameworks),
     ])  # fmt: skip
     def test_input(self, any_engine, kind, request):
         buffer = self.make(kind, request)
         array = np.asarray(buffer)
         assert not array.flags.writeable
-        case = Sum(any_engine, (3, 2), stride=tuple(s // 4 for s in array.strides), b_stride=(2, 1), out_stride=(2, 1))
+        case = Sum(
+            any_engine,
+            (3, 2),
+            stride=tuple(s // 4 for s in array.strides),
+            b_stride=(2, 1),
+            out_stride=(2, 1),
+        )
         before = array.tobytes()
         result = case.result(buffer, np.ones((3, 2), np.float32))
         assert array.tobytes() == before
@@ -437,7 +460,9 @@ class TestF32OffsetBeyond31Bits:
             out.check()
         # And the same as the output.
         case = Sum(engine, (2, 4), stride=(4, 1), out_stride=(2**31, 1), dtype=data_type.INT8)
-        case.execute(np.full((2, 4), 9, np.int8), np.ones((2, 4), np.int8), strided(memory, (2, 4), (2**31, 1)))
+        case.execute(
+            np.full((2, 4), 9, np.int8), np.ones((2, 4), np.int8), strided(memory, (2, 4), (2**31, 1))
+        )
         assert memory[:4].tolist() == memory[2**31 :].tolist() == [10] * 4
         assert memory[4] == memory[2**31 - 1] == 0
 
@@ -445,7 +470,12 @@ class TestF32OffsetBeyond31Bits:
     def test_a_product_of_extents_does_not_wrap(self, any_engine, dtype, count):
         case = Sum(any_engine, (65536, 65536), dtype=dtype)
         small = np.zeros(16, case.dtype)
-        refused(lambda: case.execute(small, small, small), "'A' (uid 1)", f"{count} bytes", f"{small.nbytes} bytes")
+        refused(
+            lambda: case.execute(small, small, small),
+            "'A' (uid 1)",
+            f"{count} bytes",
+            f"{small.nbytes} bytes",
+        )
 
     def test_a_span_past_64_bits_is_refused_at_the_declaration(self, any_engine):
         refused(lambda: Sum(any_engine, (2**32, 2**32)), "64-bit", error=ValueError)

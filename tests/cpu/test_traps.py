@@ -43,7 +43,9 @@ def normal(*dim: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(dim).astype(np.float32)
 
 
-def attention_inputs(graph: Any, rows: int = 3, keys: int = 3, width: int = 4) -> tuple[dict[Any, Any], Any, Any, Any]:
+def attention_inputs(
+    graph: Any, rows: int = 3, keys: int = 3, width: int = 4
+) -> tuple[dict[Any, Any], Any, Any, Any]:
     dims = ((1, 1, rows, width), (1, 1, keys, width), (1, 1, keys, width))
     tensors = [graph.tensor(dim, name=name) for name, dim in zip("qkv", dims, strict=True)]
     feeds = {tensor: normal(*dim, seed=i) for i, (tensor, dim) in enumerate(zip(tensors, dims, strict=True))}
@@ -84,7 +86,11 @@ def test_trap_02_a_virtual_edge_rounds_to_its_own_type(knobs):
         graph = graph_of(FLOAT, intermediate_data_type=intermediate, compute_data_type=FLOAT)
         a, b, one = (graph.tensor([1], name=name) for name in ("a", "b", "one"))
         out = graph.sub(graph.mul(a, b), one)
-        feeds = {a: np.array([1 + 2**-20], np.float32), b: np.ones(1, np.float32), one: np.ones(1, np.float32)}
+        feeds = {
+            a: np.array([1 + 2**-20], np.float32),
+            b: np.ones(1, np.float32),
+            one: np.ones(1, np.float32),
+        }
         assert evaluate(graph, feeds, out, knobs=knobs)[0][0] == expected
 
 
@@ -116,10 +122,17 @@ def test_trap_04_reduction_axes_come_from_the_output_dims(knobs):
 
 def test_trap_04_equal_dims_still_apply_the_mode_to_each_element(knobs):
     x = np.array([[-2, 3]], np.float32)
-    for mode, expected in ((reduction_mode.NORM1, [[2, 3]]), (reduction_mode.AMAX, [[2, 3]]), (reduction_mode.AVG, [[-2, 3]])):
+    for mode, expected in (
+        (reduction_mode.NORM1, [[2, 3]]),
+        (reduction_mode.AMAX, [[2, 3]]),
+        (reduction_mode.AVG, [[-2, 3]]),
+    ):
         graph = graph_of()
         a = graph.tensor([1, 2])
-        assert evaluate(graph, {a: x}, graph.reduction(a, mode=mode, out_dims=[1, 2]), knobs=knobs)[0].tolist() == expected
+        assert (
+            evaluate(graph, {a: x}, graph.reduction(a, mode=mode, out_dims=[1, 2]), knobs=knobs)[0].tolist()
+            == expected
+        )
 
 
 def test_trap_04_unset_output_dims_are_malformed():
@@ -144,7 +157,8 @@ def test_trap_05_the_left_bound_counts_the_diagonal(knobs):
 @pytest.mark.parametrize(
     "op, expected",
     [
-        ("relu", [0, 1]), ("tanh", 1 - np.tanh([-1, 2]) ** 2), ("sigmoid", np.exp([-1, -2]) / (1 + np.exp([-1, -2])) ** 2),
+        ("relu", [0, 1]), ("tanh", 1 - np.tanh([-1, 2]) ** 2),
+        ("sigmoid", np.exp([-1, -2]) / (1 + np.exp([-1, -2])) ** 2),
         ("softplus", 1 / (1 + np.exp([1, -2]))), ("elu", [np.exp(-1), 1]),
     ],
 )  # fmt: skip
@@ -161,7 +175,9 @@ def test_trap_07_binary_select_takes_input0_where_the_mask_is_true(knobs):
     a, b = graph.tensor([4], name="a"), graph.tensor([4], name="b")
     mask = graph.tensor([4], name="mask", data_type=BOOLEAN)
     feeds = {
-        a: np.full(4, 1, np.float32), b: np.full(4, np.nan, np.float32), mask: np.array([True, False, True, True])
+        a: np.full(4, 1, np.float32),
+        b: np.full(4, np.nan, np.float32),
+        mask: np.array([True, False, True, True]),
     }  # fmt: skip
     (result,) = evaluate(graph, feeds, graph.binary_select(a, b, mask), knobs=knobs)
     np.testing.assert_array_equal(result, [1, np.nan, 1, 1])
@@ -239,11 +255,15 @@ def _with_epsilon(knobs=None):
     graph = graph_of()
     x, scale = graph.tensor([2, 3], name="x"), graph.tensor([1, 3], name="scale")
     epsilon = graph.tensor([1, 1], is_pass_by_value=True, name="epsilon")
-    y = graph.rmsnorm(
-        input=x, scale=scale, epsilon=epsilon, norm_forward_phase=norm_forward_phase.INFERENCE
-    )[0].set_output(True)
+    y = graph.rmsnorm(input=x, scale=scale, epsilon=epsilon, norm_forward_phase=norm_forward_phase.INFERENCE)[
+        0
+    ].set_output(True)
     graph.build(engine="cpu", knobs=knobs)
-    feeds = {x: np.zeros((2, 3), np.float32) + 2, scale: np.ones((1, 3), np.float32), y: np.zeros((2, 3), np.float32)}
+    feeds = {
+        x: np.zeros((2, 3), np.float32) + 2,
+        scale: np.ones((1, 3), np.float32),
+        y: np.zeros((2, 3), np.float32),
+    }
     return graph, epsilon, y, feeds
 
 
@@ -271,7 +291,9 @@ def test_trap_13_operators_with_several_outputs_return_lists_with_holes():
     def results(op, phase):
         graph = graph_of()
         scale = graph.tensor([1, 3])
-        return getattr(graph, op)(input=graph.tensor([2, 3]), scale=scale, epsilon=0.1, norm_forward_phase=phase)
+        return getattr(graph, op)(
+            input=graph.tensor([2, 3]), scale=scale, epsilon=0.1, norm_forward_phase=phase
+        )
 
     for op, count in (("rmsnorm", 2), ("layernorm", 3)):
         training, inference = results(op, phases.TRAINING), results(op, phases.INFERENCE)
@@ -383,7 +405,10 @@ def test_trap_23_keyword_spellings_and_the_nearest_name():
     graph = graph_of()
     _, q, k, v = attention_inputs(graph)
     graph.sdpa(q, k, v, generate_stats=False, diagonal_band_left_bound=2, diagonal_band_right_bound=0)
-    for wrong, right in (("left_bound", "diagonal_band_left_bound"), ("right_bound", "diagonal_band_right_bound")):
+    for wrong, right in (
+        ("left_bound", "diagonal_band_left_bound"),
+        ("right_bound", "diagonal_band_right_bound"),
+    ):
         with pytest.raises(TypeError, match=right):
             graph.sdpa(q, k, v, generate_stats=False, **{wrong: 1})
     with pytest.raises(TypeError, match="did you mean"):
@@ -395,7 +420,7 @@ def test_trap_23_keyword_spellings_and_the_nearest_name():
 def test_trap_24_a_name_used_twice_is_legal_until_it_is_looked_up(knobs):
     graph = graph_of()
     a, b = graph.tensor([3], name="same"), graph.tensor([3], name="same")
-    out = graph.add(a, b).set_output(True).set_name("out")
+    graph.add(a, b).set_output(True).set_name("out")
     graph.build(engine="cpu", knobs=knobs)
     x, result = np.ones(3, np.float32), np.zeros(3, np.float32)
     graph.execute({a: x, b: x, "out": result})

@@ -1,4 +1,5 @@
-"""The same graph gives the same bits, whatever the buffers are: NumPy, torch, JAX (inputs), addresses, or a mixture."""
+"""The same graph gives the same bits, whatever the buffers are: NumPy, torch, JAX (inputs), addresses, or a
+mixture."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ class JaxBuffer(NumpyBuffer):
         import jax
 
         order = sorted(range(len(dims)), key=lambda axis: -strides[axis])
-        self.operand = jax.device_put(strided(image, offset, dims, strides, numpy_dtype(dtype)).transpose(order).copy())
+        self.operand = jax.device_put(
+            strided(image, offset, dims, strides, numpy_dtype(dtype)).transpose(order).copy()
+        )
 
 
 def problems(dtype: data_type) -> Iterator[Problem]:
@@ -102,7 +105,9 @@ def test_every_kind_of_buffer_gives_the_same_bits(dtype, precision, torch, jax, 
 def test_padded_layouts_too(kind, precision, torch):
     rng = np.random.default_rng(6)
     for problem in (
-        matmul_problem("", rng, [2, 5, 7], [2, 7, 3], (50, 9, 1), (40, 5, 1), data_type.FLOAT, out_stride=(60, 11, 2)),
+        matmul_problem(
+            "", rng, [2, 5, 7], [2, 7, 3], (50, 9, 1), (40, 5, 1), data_type.FLOAT, out_stride=(60, 11, 2)
+        ),
         Norm("rmsnorm").problem("", rng, [4, 6], [1, 6], (9, 1), data_type.HALF, out_stride=(1, 4)),
     ):
         expected = run_case(problem, "cpu", {"precision": precision})

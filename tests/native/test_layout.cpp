@@ -115,11 +115,17 @@ void layouts() {
   ROW("empty, any stride", {4, 0, 3}, {0, 3, 1}, {4, 0, 3}, {7, 9, 1}, ok);
   ROW("empty one-dimensional", {4, 0, 3}, {0, 3, 1}, {0}, {1}, ok);
   ROW("empty declared, more given", {0, 3}, {3, 1}, {5, 3}, {3, 1}, ok);
+  ROW("empty, batch and rows merged", {0, 4, 5}, {20, 5, 1}, {0, 5}, {5, 1}, ok);
+  ROW("empty, batch and rows split", {0, 5}, {5, 1}, {0, 4, 5}, {20, 5, 1}, ok);
+  ROW("empty, merged into the empty axis", {2, 4, 0, 5}, {0, 0, 5, 1}, {2, 0, 5}, {0, 5, 1}, ok);
   ROW("empty of another shape", {4, 0, 3}, {0, 3, 1}, {0, 5}, {5, 1}, no);
   ROW("empty buffer for a full declaration", {2, 3}, {3, 1}, {0, 3}, {3, 1}, Rule::bytes);
   ROW("rank beyond what is read", {1}, {1}, Ints(40, 1), Ints(40, 1), Rule::rank);
   const int64_t huge = std::numeric_limits<int64_t>::max() / 2;
   ROW("lying extents do not overflow", {2, 3}, {3, 1}, {huge, huge}, {huge, 1}, no);
+  ROW("lying extents, one axis declared", {6}, {1}, {2, huge, huge}, {huge, huge, 1}, no);
+  ROW("lying extents, longer than declared", {2, 3}, {3, 1}, {huge, 3}, {3, 1}, ok);
+  ROW("lying extents, the outermost one longer", {6}, {1}, {huge, 3}, {3, 1}, ok);
 }
 
 void ragged() {
@@ -137,6 +143,20 @@ void ragged() {
   ROW("max_total_seq_len held", d, s, {8, 3, 5}, {15, 5, 1}, ok, kRagged, 8);
   ROW("max_total_seq_len not held", d, s, {7, 3, 5}, {15, 5, 1}, Rule::bytes, kRagged, 8);
   ROW("no rows", d, s, {0, 3, 5}, {15, 5, 1}, ok, kRagged);
+  ROW("one row", d, s, {1, 3, 5}, {15, 5, 1}, ok, kRagged);
+  ROW("one row of other heads", d, s, {1, 4, 5}, {20, 5, 1}, no, kRagged);
+  ROW("rows and heads merged", d, s, {21, 5}, {5, 1}, ok, kRagged);
+  // A slice of packed rows: q of [rows, 3, 3, 5]
+  const Ints qkv = {180, 5, 45, 1};
+  ROW("packed rows", d, qkv, {7, 3, 5}, {45, 5, 1}, ok, kRagged);
+  ROW("packed rows, heads merged", d, qkv, {7, 15}, {45, 1}, ok, kRagged);
+  ROW("packed rows, all of them held", d, qkv, {7, 3, 5}, {45, 5, 1}, ok, kRagged, 7);
+  ROW("packed rows, one more wanted", d, qkv, {7, 3, 5}, {45, 5, 1}, Rule::bytes, kRagged, 8);
+  ROW("packed rows, the whole of q, k and v", d, qkv, {7, 9, 5}, {45, 5, 1}, no, kRagged);
+  ROW("packed rows, the whole of one row", d, qkv, {1, 9, 5}, {45, 5, 1}, no, kRagged);
+  const Ints one = {2, 3, 1, 5};
+  ROW("sequences of one row", one, {45, 5, 45, 1}, {7, 3, 5}, {45, 5, 1}, ok, kRagged);
+  ROW("sequences of one row, stride unset", one, {15, 5, 1, 1}, {7, 3, 5}, {15, 5, 1}, ok, kRagged);
 }
 
 void reordered() {

@@ -69,11 +69,10 @@ def verdict(want: Declared, have: Given, plan: tuple[int, int] = CPU) -> str:
 
 def writes_once(dims: Sequence[int], strides: Sequence[int]) -> bool:
     """Outputs: sorted by stride, each stride at least the span of the axes below it."""
-    axes = sorted(_squeezed(dims, strides), key=lambda axis: axis[1])
+    if 0 in dims:
+        return True
     below = 1
-    for extent, stride in axes:
-        if extent == 0:
-            return True
+    for extent, stride in sorted(_squeezed(dims, strides), key=lambda axis: axis[1]):
         if stride < below:
             return False
         below += (extent - 1) * stride
@@ -243,11 +242,12 @@ def _ragged(want: Declared, have: list[Axis], held: int) -> str:
 
 def _rows(step: int, inner: list[Axis], have: list[Axis], held: int) -> bool:
     """One row as declared, or any number of them as (b) reads them."""
-    one = [merged for merged, _ in _merges(inner)]
-    if have in one or (_c_ordered(have) and inner in [merged for merged, _ in _merges(have)]):
-        return True
     if any(extent == 0 for extent, _ in have):
         return _same_empty([(0, step), *inner], have)
+    if not _c_ordered(have):
+        return False
+    if have in [merged for merged, _ in _merges(inner)] or inner in [merged for merged, _ in _merges(have)]:
+        return True
     return step > 0 and any(
         _in_storage_order([(rows, step), *inner], have) for rows in range(2, held // step + 2)
     )

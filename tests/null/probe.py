@@ -18,13 +18,24 @@ Run = Callable[[Any], None]
 
 
 def install(
-    graph: og.pygraph, run: Run | None, *, device: tuple[int, int] = CPU, dynamic: bool = False, **plan: Any
+    graph: og.pygraph,
+    run: Run | None,
+    *,
+    device: tuple[int, int] = CPU,
+    dynamic: bool = False,
+    facts: dict[str, dict[str, Any]] | None = None,
+    **plan: Any,
 ) -> Any:
-    """Gives `graph` a plan that calls `run(pack)`; `plan` goes to `CompiledPlan`. The executable is returned."""
+    """Gives `graph` a plan that calls `run(pack)`, and returns its executable.
+
+    `facts` overwrites what the native core is told of an operand, by name; `plan` goes to `CompiledPlan`.
+    """
     bound = {tensor.uid: buffer for tensor, buffer in graph._bound.items()}
     binding = Binding(
         graph.name, graph._ir.snapshot(), graph._ir.all_tensors, bound, device, 0, dynamic=dynamic
     )
+    for operand in binding.operands:
+        operand.update((facts or {}).get(operand["name"], {}))
     graph._executable = make_executable(binding, CompiledPlan(run, **plan))
     return graph._executable
 
@@ -52,7 +63,9 @@ class OneOperand:
         self.touch = touch
         self.read: Any = None
         self.slots: list[Any] = []
-        x = self.graph.tensor(dims, None if output else strides, data_type, name="X", **({} if output else declared))
+        x = self.graph.tensor(
+            dims, None if output else strides, data_type, name="X", **({} if output else declared)
+        )
         y = self.graph.identity(x).set_output(True).set_name("Y")
         y.set_data_type(data_type)
         if output:

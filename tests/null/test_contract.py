@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from contract_model import Declared, Given, span, verdict, writes_once
-from exchange import Base, forwarding, producer_type, table
+from exchange import forwarding, producer_type, table
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
-from probe import OneOperand, install
+from probe import OneOperand
 
 import opgraph as og
 from opgraph.ir.tensor import row_major
@@ -171,7 +171,9 @@ def test_lying_extents_are_refused_without_overflow():
         for declared in ((2, 3), (6,), (3,)):
             buffer = tabled(memory, dims=dims, strides=strides)
             given = Given(dims, strides)
-            assert OneOperand(declared, touch=False).refusal(buffer) == verdict(Declared(declared, dense(declared)), given)
+            assert OneOperand(declared, touch=False).refusal(buffer) == verdict(
+                Declared(declared, dense(declared)), given
+            )
 
 
 # ---- any declaration, any buffer
@@ -218,7 +220,9 @@ def _views(draw: Any, want: Declared) -> tuple[list[int], list[int]]:
 
 
 def _altered(draw: Any, axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    what = draw(st.sampled_from(("merge", "split", "one", "extent", "wide", "swap", "permute", "stride", "sign")))
+    what = draw(
+        st.sampled_from(("merge", "split", "one", "extent", "wide", "swap", "permute", "stride", "sign"))
+    )
     at = draw(st.integers(0, max(0, len(axes) - 1)))
     if what == "one" or not axes:
         return [*axes[:at], (1, draw(st.integers(0, 99))), *axes[at:]] if len(axes) < 10 else axes
@@ -274,7 +278,9 @@ def check_sample(want: Declared, have: Given, offset: int, make: Any) -> str:
     """
     before = sum((n - 1) * -s for n, s in zip(have.dims, have.strides, strict=True) if s < 0 and n > 0)
     start = offset + before
-    reach = (span(d, [abs(s) for s in st_]) for d, st_ in ((want.dims, want.strides), (have.dims, have.strides)))
+    reach = (
+        span(d, [abs(s) for s in st_]) for d, st_ in ((want.dims, want.strides), (have.dims, have.strides))
+    )
     size = start + max(reach) + 3
     memory = np.full(size, -1, np.float32) if want.output else np.arange(size, dtype=np.float32)
     untouched = memory.copy()

@@ -1,14 +1,15 @@
 """What the planner knows about a device: `DeviceInfo`, and which CUDA device is current, if any.
 
-Devices are told apart by DLPack's pair (device type, device id). The driver is reached only by asking it
-directly (no toolkit, no framework), at the first question and never at import.
+Devices are told apart by DLPack's pair (device type, device id). The driver is reached through the native core's
+table, at the first question and never at import.
 """
 
 from __future__ import annotations
 
 import re
-from _thread import allocate_lock
 from typing import Any
+
+from opgraph import _native
 
 __all__ = ["CPU", "CUDA", "DeviceInfo", "as_device", "cuda_absence", "current_cuda_device", "device_text"]
 
@@ -80,7 +81,10 @@ class DeviceInfo:
     @classmethod
     def cuda(cls, ordinal: int = 0) -> DeviceInfo:
         """The CUDA device `ordinal`, with its properties where a driver answers."""
-        return _driver().device(ordinal)
+        if not 0 <= ordinal < _native.device_count():
+            return cls(CUDA, ordinal)
+        told = _native.describe_device(ordinal)
+        return cls(CUDA, ordinal, told["name"], told["compute_capability"], told["sm_count"])
 
     @classmethod
     def fake(
@@ -169,74 +173,15 @@ def as_device(device: Any) -> DeviceInfo:
     return DeviceInfo.cuda(pair[1]) if pair[0] == CUDA else DeviceInfo(*pair)
 
 
-class _Driver:
-    """The few driver questions planning asks. `absence` says why there is no answer, or is empty."""
-
-    _MAJOR, _MINOR, _SM_COUNT = 75, 76, 16  # CUdevice_attribute
-
-    def __init__(self) -> None:
-        import ctypes
-
-        self._ct = ctypes
-        self.count = 0
-        self.absence = ""
-        try:
-            self._lib = ctypes.CDLL("libcuda.so.1")
-        except OSError:
-            self.absence = "no CUDA driver on this machine (libcuda.so.1 is not found)"
-            return
-        status = self._lib.cuInit(0)
-        if status != 0:
-            self.absence = f"the CUDA driver does not start (cuInit returned {status})"
-            return
-        count = ctypes.c_int(0)
-        if self._lib.cuDeviceGetCount(ctypes.byref(count)) == 0:
-            self.count = count.value
-        if self.count == 0:
-            self.absence = "the CUDA driver reports no device"
-
-    def current(self) -> int:
-        """The device of the calling thread's current context; 0 when it has none."""
-        device = self._ct.c_int(0)
-        status = self._lib.cuCtxGetDevice(self._ct.byref(device))
-        return device.value if status == 0 else 0
-
-    def device(self, ordinal: int) -> DeviceInfo:
-        if not 0 <= ordinal < self.count:
-            return DeviceInfo(CUDA, ordinal)
-        handle = self._ct.c_int(0)
-        if self._lib.cuDeviceGet(self._ct.byref(handle), ordinal) != 0:
-            return DeviceInfo(CUDA, ordinal)
-        values = []
-        for attribute in (self._MAJOR, self._MINOR, self._SM_COUNT):
-            value = self._ct.c_int(0)
-            self._lib.cuDeviceGetAttribute(self._ct.byref(value), attribute, handle)
-            values.append(value.value)
-        text = self._ct.create_string_buffer(256)
-        self._lib.cuDeviceGetName(text, 256, handle)
-        name = text.value.decode("utf-8", "replace")
-        return DeviceInfo(CUDA, ordinal, name, (values[0], values[1]), values[2])
-
-
-_driver_lock = allocate_lock()
-_driver_state: _Driver | None = None
-
-
-def _driver() -> _Driver:
-    global _driver_state
-    if _driver_state is None:
-        with _driver_lock:
-            if _driver_state is None:
-                _driver_state = _Driver()
-    return _driver_state
-
-
 def current_cuda_device() -> DeviceInfo | None:
     """The current CUDA device if a driver answers, else None."""
-    driver = _driver()
-    return None if driver.absence else driver.device(driver.current())
+    if _native.device_count() == 0:
+        return None
+    return DeviceInfo.cuda(_native.current_device())
 
 
 def cuda_absence() -> str:
     """Why no CUDA device can be used, or an empty text when one can."""
-    return _driver().absence
+    if _native.device_count():
+        return ""
+    return _native.driver_failure() or "the CUDA driver reports no device"

@@ -202,8 +202,9 @@ def is_integer(dt: data_type) -> bool:
 def numpy_dtype(dt: data_type) -> np.dtype[Any]:
     """The NumPy dtype of one element. INT4 and FP4 are the unpacked ml_dtypes types, one byte per element.
 
-    Raises `ImportError` naming ml_dtypes when the type needs it and it is absent, and
-    `cudnnGraphNotSupportedError` for types that NumPy cannot hold.
+    Raises `ImportError` when the type needs ml_dtypes: it names the version needed and tells whether the
+    package is not installed, does not import, or is too old. Raises `cudnnGraphNotSupportedError` for types
+    that NumPy cannot hold.
     """
     found = _NUMPY.get(dt)
     if found is not None:
@@ -213,19 +214,20 @@ def numpy_dtype(dt: data_type) -> np.dtype[Any]:
         raise cudnnGraphNotSupportedError(
             f"data_type: {dt.name} has no NumPy type, so the CPU cannot hold it"
         )
+    need = f"data_type {dt.name} needs the package ml_dtypes, version 0.5 or newer"
     try:
         import ml_dtypes
-    except ImportError as error:
-        raise ImportError(
-            f"data_type {dt.name} needs the package ml_dtypes (0.5 or newer): {error}"
-        ) from error
+    except ModuleNotFoundError as error:
+        if error.name == "ml_dtypes":
+            raise ImportError(f"{need}, which is not installed: {error}") from error
+        raise ImportError(f"{need}; the installed one is broken: {error}") from error
+    except Exception as error:  # what a broken installation raises; a missing shared library is an OSError
+        raise ImportError(f"{need}; the installed one is broken: {type(error).__name__}: {error}") from error
     try:
         found = np.dtype(getattr(ml_dtypes, name))
     except AttributeError:
-        raise ImportError(
-            f"data_type {dt.name} needs ml_dtypes.{name}; the installed ml_dtypes "
-            f"{getattr(ml_dtypes, '__version__', '')} lacks it: install 0.5 or newer"
-        ) from None
+        version = getattr(ml_dtypes, "__version__", "(no version)")
+        raise ImportError(f"{need}; the installed {version} is too old: it lacks {name}") from None
     _NUMPY[dt] = found
     return found
 

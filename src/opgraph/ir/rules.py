@@ -70,7 +70,9 @@ def check_wired(tensor: Tensor) -> None:
         )
     if tensor._pass_by_value is not None:
         scalar_bytes(tensor._pass_by_value, dtype, tensor_label(tensor))
-    if tensor._producer is not None and not tensor._is_virtual and overlaps_itself(dim, stride):
+    # Where the entries of a ragged batch lie is told by the offsets of each call, not by the batch stride.
+    first = 0 if tensor._ragged_offset is None else 1
+    if tensor._producer is not None and not tensor._is_virtual and overlaps_itself(dim[first:], stride[first:]):
         raise ValueError(
             explain(
                 tensor_label(tensor),

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from . import activation, attention, matmul, norm, pointwise, reduction
+from . import (
+    activation,
+    attention,
+    batchnorm,
+    convolution,
+    instancenorm,
+    matmul,
+    norm,
+    pointwise,
+    reduction,
+    rope,
+    shape,
+)
 from .base import GraphOps, Math, OpDef, OutSpec, RefCall
 
 __all__ = ["FAMILIES", "OPS", "GraphOps", "Math", "OpDef", "OutSpec", "RefCall"]
 
 # Every family is listed here and nowhere else; its mixin class is a base of the graph class.
-FAMILIES = (matmul, pointwise, activation, reduction, norm, attention)
+FAMILIES = (
+    matmul,
+    pointwise,
+    activation,
+    reduction,
+    shape,
+    norm,
+    attention,
+    rope,
+    convolution,
+    batchnorm,
+    instancenorm,
+)
 
 
 def _table() -> dict[str, OpDef]:

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Attention", "softmax_block"]
 
-# The scores, queries, keys, values and results that a block works on; a core's second level cache has 1 to 2 MiB.
+# What a block works on: scores, queries, keys, values, results. A second level cache has 1 to 2 MiB per core.
 _BLOCK_BYTES = 1 << 20
-# OpenBLAS multiplies up to this m*n*k without packing or threads, at its best where neither operand is transposed;
-# from about 16 rows on, a transposed copy of the keys pays for itself.
+# OpenBLAS multiplies up to this m*n*k without packing or threads, at its best where neither operand is
+# transposed; from about 16 rows on, a transposed copy of the keys pays for itself.
 _SMALL_PRODUCT = 1_000_000
 _FEW_ROWS = 16
-# A block has at least this many rows however long the keys are, so that its products stay products of matrices.
+# A block has at least this many rows, however long the keys are: its products stay products of matrices.
 _LEAST_ROWS = 64
 # Under a band, rows of a block see each other's columns; short blocks waste fewer of them.
 _BAND_ROWS = 128
@@ -48,10 +48,10 @@ class Attention:
     """One attention of arrays of one floating type, [batch, heads, rows, channels] each.
 
     `run()` fills `out` [B, Hq, Sq, Dv], which may not overlap the inputs, and the maxima and sums `row_max`
-    and `row_sum` [B, Hq, Sq]. `bias` has 4 axes that broadcast to the scores, `slopes` and `sink` have Hq entries; `len_q`,
-    `len_kv` are lists of B lengths, or None without padding. `left` and `right` bound the band around the
-    diagonal, which starts in the first corner of the valid scores, or ends in the last one when
-    `bottom_right`.
+    and `row_sum` [B, Hq, Sq]. `bias` has 4 axes that broadcast to the scores, `slopes` and `sink` have Hq
+    entries; `len_q`, `len_kv` are lists of B lengths, or None without padding. `left` and `right` bound the
+    band around the diagonal, which starts in the first corner of the valid scores, or ends in the last one
+    when `bottom_right`.
     """
 
     __slots__ = (

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..ir.datatypes import round_to, truth
-from ..ir.enums import NodeType, data_type
+from ..ir.enums import NodeType, data_type, scalar_type
 from ..ir.errors import cudnnGraphNotSupportedError, explain, node_label, tensor_label
 from ..ir.tensor import overlaps_itself, row_major
 
@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
+# NumPy adds pairwise along the axis of smallest stride and one by one along others. From this many float32 terms in
+# turn on, whose rounding may all go one way, a sum is accumulated in float64: 512 of them stay within 2e-6 of it.
+ADDED_IN_TURN = 512
+
 __all__ = [
+    "ADDED_IN_TURN",
     "Array",
     "GraphOps",
     "Math",
@@ -38,10 +43,13 @@ __all__ = [
     "apply_out_dims",
     "broadcast_dims",
     "channels_last",
+    "check_required",
     "check_same_rank",
+    "check_scalar",
     "check_set_dim",
     "format_preserving",
     "graph_op",
+    "host_scalar",
     "like",
     "malformed",
     "number",
@@ -190,10 +198,11 @@ class RefCall:
     outputs.
 
     Optional ports that were not given are absent. By-value scalars are arrays of their declared dims. Shapes
-    are the live ones of the call.
+    are the live ones of the call. `strides` are those of the declaration (live too) by port, in elements; the
+    memory of the arrays may be laid out in another way.
     """
 
-    __slots__ = ("inputs", "math", "outputs", "params")
+    __slots__ = ("inputs", "math", "outputs", "params", "strides")
 
     def __init__(
         self,
@@ -201,11 +210,13 @@ class RefCall:
         inputs: Mapping[str, Array],
         outputs: Mapping[str, OutSpec],
         math: Math,
+        strides: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.params = params
         self.inputs = inputs
         self.outputs = outputs
         self.math = math
+        self.strides = strides if strides is not None else {}
 
     def load(self, port: str) -> Array:
         """Input `port` in the math dtype."""
@@ -284,6 +295,13 @@ def _with_suggestion(text: str, method: Any, kwargs: Mapping[str, Any]) -> str:
         near = get_close_matches(key, known, n=1, cutoff=0.5)
         hints.append(f"{key!r} is unknown" + (f", did you mean {near[0]!r}?" if near else ""))
     return "; ".join([text, *hints, f"{method.__name__} takes ({', '.join(known)})"])
+
+
+def host_scalar(graph: Any, value: Any) -> Any:
+    """A Python number as a FLOAT constant of the plan; anything else as it is."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return value
+    return graph.tensor_scalar(float(value), scalar_type.COMPILE_TIME_CONST).set_data_type(data_type.FLOAT)
 
 
 # -- geometry ------------------------------------------------------------------------------------------------
@@ -398,6 +416,26 @@ def malformed(node: Any, rule: str, *, tensor: Any = None, **facts: Any) -> NoRe
 def unsupported(node: Any, rule: str, *, tensor: Any = None, **facts: Any) -> NoReturn:
     """Raises the error of a well-formed node that is not offered. Facts as for `malformed`."""
     raise cudnnGraphNotSupportedError(explain(_where(node, tensor), rule, **facts))
+
+
+def check_required(node: Any, *ports: str) -> None:
+    """`ValueError` naming the first of the input ports that was given None."""
+    for port in ports:
+        if port not in node.inputs:
+            malformed(node, f"{port} not set", next_step=f"pass {port}=")
+
+
+def check_scalar(node: Any, port: str) -> None:
+    """`ValueError` unless the input is there and has one element."""
+    tensor = node.inputs.get(port)
+    if tensor is None or number(tensor.dim) != 1:
+        malformed(
+            node,
+            f"{port} not set" if tensor is None else f"{port} is a scalar",
+            tensor=tensor,
+            expected="a by-value tensor of one element, or a number",
+            given="None" if tensor is None else tensor.dim,
+        )
 
 
 def check_same_rank(node: Any, tensors: Sequence[Any]) -> int:

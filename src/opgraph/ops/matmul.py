@@ -26,7 +26,7 @@ from .base import (
 if TYPE_CHECKING:
     from ..ir.tensor import Tensor
 
-__all__ = ["OPS", "MatmulOps"]
+__all__ = ["OPS", "MatmulOps", "magnitude"]
 
 
 class MatmulOps(GraphOps):
@@ -107,12 +107,13 @@ def _reference(call: RefCall) -> dict[str, Array]:
         return {"C": _product(call.math.load(a), call.math.load(b), out.target(dtype))}
     # BLAS has no integers. While every sum stays below 2**53, float64 holds it exactly.
     a, b = call.math.numeric(a), call.math.numeric(b)
-    if _magnitude(a) * _magnitude(b) * max(a.shape[-1], 1) < 2**53:
+    if magnitude(a) * magnitude(b) * max(a.shape[-1], 1) < 2**53:
         return {"C": _product(a.astype(np.float64), b.astype(np.float64), None)}
     return {"C": np.matmul(a, b)}
 
 
-def _magnitude(array: Array) -> int:
+def magnitude(array: Array) -> int:
+    """The largest absolute value of integers; 0 without elements."""
     return max(int(array.max()), -int(array.min())) if array.size else 0
 
 

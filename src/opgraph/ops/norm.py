@@ -6,18 +6,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..ir.enums import NodeType, data_type, norm_forward_phase, scalar_type
+from ..ir.enums import NodeType, norm_forward_phase
 from ..ir.errors import tensor_label
 from .base import (
+    ADDED_IN_TURN,
     Array,
     GraphOps,
     OpDef,
     OutSpec,
     RefCall,
     check_same_rank,
+    check_scalar,
     check_set_dim,
     format_preserving,
     graph_op,
+    host_scalar,
     like,
     malformed,
     number,
@@ -74,7 +77,7 @@ class NormOps(GraphOps):
         a bias without scale, statistics whose dims differ, or N undecided; `cudnnGraphNotSupportedError` for
         dims set on Y that are not x's.
         """
-        inputs = {"input": input, "scale": scale, "bias": bias, "epsilon": _epsilon(self, epsilon)}
+        inputs = {"input": input, "scale": scale, "bias": bias, "epsilon": host_scalar(self, epsilon)}
         return _forward(
             self,
             "layernorm",
@@ -104,7 +107,7 @@ class NormOps(GraphOps):
 
         Shapes, epsilon and errors are those of `layernorm`.
         """
-        inputs = {"input": input, "scale": scale, "bias": bias, "epsilon": _epsilon(self, epsilon)}
+        inputs = {"input": input, "scale": scale, "bias": bias, "epsilon": host_scalar(self, epsilon)}
         return _forward(
             self, "rmsnorm", ("INV_VARIANCE",), inputs, norm_forward_phase, name, compute_data_type, out_dims
         )
@@ -183,13 +186,6 @@ class NormOps(GraphOps):
         return [made.get(port) for port in ("DX", "Dscale", "Dbias")]
 
 
-def _epsilon(graph: Any, epsilon: Any) -> Any:
-    """A Python number as a constant of the plan; anything else as it is."""
-    if not isinstance(epsilon, (int, float)) or isinstance(epsilon, bool):
-        return epsilon
-    return graph.tensor_scalar(float(epsilon), scalar_type.COMPILE_TIME_CONST).set_data_type(data_type.FLOAT)
-
-
 def _forward(
     graph: GraphOps,
     op: str,
@@ -227,15 +223,7 @@ def _infer_forward(node: Any) -> None:
             expected="INFERENCE or TRAINING",
             next_step="pass norm_forward_phase=",
         )
-    epsilon = node.inputs.get("epsilon")
-    if epsilon is None or number(epsilon.dim) != 1:
-        malformed(
-            node,
-            "epsilon not set" if epsilon is None else "epsilon is a scalar",
-            tensor=epsilon,
-            expected="a by-value tensor of one element, or a number",
-            given="None" if epsilon is None else epsilon.dim,
-        )
+    check_scalar(node, "epsilon")
     statistics = [tensor for port, tensor in node.outputs.items() if port != "Y"]
     if scale is None:
         if bias is not None:
@@ -349,6 +337,10 @@ def _reduced_axes(dim: Sequence[int], statistic: Sequence[int]) -> tuple[int, ..
 
 
 # -- reference -----------------------------------------------------------------------------------------------
+
+# From a mean of this many standard deviations on, layer normalisation takes the mean off in two steps: the rounding of
+# a float32 mean is 2**-24 of it, which 16 deviations raise to 1e-6 of the result.
+_FAR_FROM_ZERO = 16
 
 # Rows are worked on in blocks of this many bytes, so that the passes over a block find it in the cache.
 _BLOCK_BYTES = 1 << 19
@@ -464,6 +456,13 @@ def layernorm_rows(
         average /= max(length, 1)
         np.subtract(x[block], average[:, None], out=y)
         inverse = _inverse_root(y, epsilon)
+        if np.any(np.abs(average) * inverse > _FAR_FROM_ZERO):
+            # The rounding of the mean shows in y. Its remainder is small, so it is taken off almost exactly.
+            rest = y @ ones
+            rest /= max(length, 1)
+            np.subtract(y, rest[:, None], out=y)
+            average += rest
+            inverse = _inverse_root(y, epsilon)
         _apply(y, y, inverse, scale, bias)
         if mean is not None:
             mean[block] = average
@@ -513,7 +512,8 @@ def _backward_reference(call: RefCall) -> dict[str, Array]:
     axes = _reduced_axes(x.shape, inverse.shape) if scale is None else _long_axes(scale.shape)
     rows = _Rows(x, axes)
     flat, view = _destination(call, outputs["DX"], rows, x.dtype)
-    sums = {port: np.zeros(rows.length, x.dtype) for port in outputs if port != "DX"}
+    # Sums over rows may have a million terms; float64 keeps them exact at no cost, as each is [n].
+    sums = {port: np.zeros(rows.length) for port in outputs if port != "DX"}
     by_kind = {port.upper(): values for port, values in sums.items()}
     with np.errstate(all="ignore"):
         norm_backward_rows(
@@ -531,6 +531,12 @@ def _backward_reference(call: RefCall) -> dict[str, Array]:
     return result
 
 
+def _column_sums(rows: Array) -> Array:
+    """The sum of the rows. NumPy adds them one by one, so many short ones are added in float64."""
+    total: Array = rows.sum(axis=0, dtype=np.float64 if len(rows) > ADDED_IN_TURN else None)
+    return total
+
+
 def norm_backward_rows(
     grad: Array,
     x: Array,
@@ -543,8 +549,8 @@ def norm_backward_rows(
 ) -> None:
     """Gradients of both normalisations for each row; without `mean` those of the RMS form.
 
-    grad, x and dx [rows, n]; scale [n] or None; mean and inv_std [rows]; dscale and dbias [n] are added to,
-    or None. dx may not overlap the others.
+    grad, x and dx [rows, n]; scale [n] or None; mean and inv_std [rows]; dscale and dbias [n] (float64) are
+    added to, or None. dx may not overlap the others.
     """
     count, length = x.shape
     ones = np.ones(length, x.dtype)
@@ -556,10 +562,10 @@ def norm_backward_rows(
             xh = x[block] - mean[block, None]
             np.multiply(xh, inverse, out=xh)
         if dbias is not None:
-            dbias += dy.sum(axis=0)
+            dbias += _column_sums(dy)
         np.multiply(dy, xh, out=g)
         if dscale is not None:
-            dscale += g.sum(axis=0)
+            dscale += _column_sums(g)
         # The mean of g * xh is one product with scale, as g * xh = (dy * xh) * scale.
         projection = g @ (ones if scale is None else scale)
         projection /= max(length, 1)

@@ -9,6 +9,7 @@ import numpy as np
 from ..ir.enums import NodeType, reduction_mode
 from ..ir.errors import tensor_label
 from .base import (
+    ADDED_IN_TURN,
     Array,
     GraphOps,
     Math,
@@ -179,10 +180,20 @@ def _neutral(mode: reduction_mode, dtype: np.dtype[Any]) -> Any:
 
 
 def _reduce(values: Array, axes: tuple[int, ...], mode: reduction_mode) -> Array:
-    initial = _neutral(mode, values.dtype)
-    return np.asarray(
-        _UFUNC[mode].reduce(values, axis=axes, dtype=values.dtype, keepdims=True, initial=initial)
-    )
+    dtype = _sum_type(values, axes, mode)
+    initial = _neutral(mode, dtype)
+    return np.asarray(_UFUNC[mode].reduce(values, axis=axes, dtype=dtype, keepdims=True, initial=initial))
+
+
+def _sum_type(values: Array, axes: tuple[int, ...], mode: reduction_mode) -> np.dtype[Any]:
+    """The type to accumulate in: that of the values, but float64 for long float32 sums, see ADDED_IN_TURN."""
+    if _UFUNC[mode] is not np.add or values.dtype != np.float32 or not values.size:
+        return values.dtype
+    in_turn = number(values.shape[axis] for axis in axes)
+    innermost = min(range(values.ndim), key=lambda axis: (values.shape[axis] == 1, abs(values.strides[axis])))
+    if innermost in axes:
+        in_turn //= values.shape[innermost]
+    return np.dtype(np.float64) if in_turn > ADDED_IN_TURN else values.dtype
 
 
 def _finished(result: Array, mode: reduction_mode, count: Any) -> Array:
@@ -214,14 +225,16 @@ def _grouped(values: Array, offsets: Array, mode: reduction_mode, shape: tuple[i
     count = number(values.shape[axis] for axis in others)
     values = _reduce(values, others, mode)
     starts, ends = bounds[:-1], bounds[1:]
+    dtype = _sum_type(values, (rows,), mode)
     result = np.full(
-        (*values.shape[:rows], groups, *values.shape[rows + 1 :]), _neutral(mode, values.dtype), values.dtype
+        (*values.shape[:rows], groups, *values.shape[rows + 1 :]), _neutral(mode, dtype), dtype
     )
     filled = np.flatnonzero(ends > starts)
     if filled.size:
         # Empty groups hold no rows, so the groups that do follow each other without gaps.
         live = values[(slice(None),) * rows + (slice(0, int(bounds[-1])),)]
-        result[(slice(None),) * rows + (filled,)] = _UFUNC[mode].reduceat(live, starts[filled], axis=rows)
+        sums = _UFUNC[mode].reduceat(live, starts[filled], axis=rows, dtype=dtype)
+        result[(slice(None),) * rows + (filled,)] = sums
     counts = (ends - starts).reshape(-1, *(1,) * (values.ndim - rows - 1)) * count
     return _finished(result, mode, counts).reshape(shape)
 

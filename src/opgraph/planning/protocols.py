@@ -5,6 +5,7 @@ The native core serves exchange tables, NumPy and `__dlpack__` itself and comes 
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def _array_interface(obj: Any, interface: Any, device: tuple[int, int]) -> Descr
     if not isinstance(interface, dict):
         raise TypeError(f"the array interface of {type(obj).__name__} is not a dict")
     try:
-        shape = tuple(int(n) for n in interface["shape"])
+        shape = tuple(index(n) for n in interface["shape"])
         typestr = interface["typestr"]
     except KeyError as error:
         raise TypeError(f"the array interface of {type(obj).__name__} lacks {error.args[0]!r}") from None
@@ -58,8 +59,8 @@ def _array_interface(obj: Any, interface: Any, device: tuple[int, int]) -> Descr
     if not isinstance(data, tuple) or len(data) != 2:
         # A missing entry or a buffer object stands for the object's own buffer protocol: not read here.
         raise TypeError("the array interface gives no address: its data is not (address, read_only)")
-    offset = int(interface.get("offset", 0))
-    return int(data[0] or 0) + offset, shape, strides, dtype, device, bool(data[1]), obj
+    # An `offset` belongs to a buffer object, so it says nothing here (NumPy does not apply it either).
+    return index(data[0] or 0), shape, strides, dtype, device, bool(data[1]), obj
 
 
 def _interface_dtype(typestr: str) -> tuple[tuple[int, int, int], int]:
@@ -81,7 +82,7 @@ def _element_strides(shape: tuple[int, ...], strides: Any, itemsize: int) -> tup
         raise TypeError(f"the array interface gives {len(strides)} strides for {len(shape)} axes")
     elements = []
     for extent, stride in zip(shape, strides, strict=True):
-        whole, rest = divmod(int(stride), itemsize)
+        whole, rest = divmod(index(stride), itemsize)
         if rest and extent > 1:
             raise TypeError(f"a stride of {stride} bytes is no multiple of the element's {itemsize} bytes")
         elements.append(whole)
@@ -91,11 +92,11 @@ def _element_strides(shape: tuple[int, ...], strides: Any, itemsize: int) -> tup
 def _address_object(obj: Any, plan_device: tuple[int, int]) -> Description:
     """`.data_ptr()`, `.shape`, `.stride()` in elements, `.dtype`, `.device`: what torch-like objects
     offer."""
-    shape = tuple(int(n) for n in obj.shape)
+    shape = tuple(index(n) for n in obj.shape)
     strides = getattr(obj, "stride", None)
-    elements = tuple(int(n) for n in strides()) if callable(strides) else None
+    elements = tuple(index(n) for n in strides()) if callable(strides) else None
     return (
-        int(obj.data_ptr()),
+        index(obj.data_ptr()),
         shape,
         elements,
         _dtype_of(obj),
@@ -107,12 +108,12 @@ def _address_object(obj: Any, plan_device: tuple[int, int]) -> Description:
 
 def _pointer_object(obj: Any, address: int, plan_device: tuple[int, int]) -> Description:
     """`.data.ptr`, `.shape`, `.strides` in bytes, `.dtype`: what CuPy-like objects offer."""
-    shape = tuple(int(n) for n in obj.shape)
+    shape = tuple(index(n) for n in obj.shape)
     dtype = _dtype_of(obj)
     strides = getattr(obj, "strides", None)
     if strides is not None:
         strides = _element_strides(shape, strides, max(1, dtype[1] * dtype[2] // 8))
-    return int(address), shape, strides, dtype, _cuda_device(obj, plan_device), False, obj
+    return address, shape, strides, dtype, _cuda_device(obj, plan_device), False, obj
 
 
 def _dtype_of(obj: Any) -> tuple[int, int, int]:

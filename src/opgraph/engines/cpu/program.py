@@ -6,7 +6,6 @@ each node, when a temporary is dropped, and which output may share memory with w
 
 from __future__ import annotations
 
-from sys import modules
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,16 +46,23 @@ class _Step:
     """One node. `drops`: registers whose last reader it is. `owns`: its results may not share an input's
     memory."""
 
-    __slots__ = ("drops", "inputs", "math", "outputs", "owns", "params", "reference")
+    __slots__ = ("drops", "inputs", "math", "outputs", "owns", "params", "ports", "reference", "strides")
 
     def __init__(
-        self, node: NodeSpec, inputs: tuple[tuple[str, int], ...], outputs: tuple[_Output, ...], math: Math
+        self,
+        node: NodeSpec,
+        inputs: tuple[tuple[str, int], ...],
+        outputs: tuple[_Output, ...],
+        math: Math,
+        strides: dict[str, tuple[int, ...]],
     ) -> None:
         self.reference = node.definition.reference  # type: ignore[attr-defined]
         self.params = node.params
         self.inputs = inputs
         self.outputs = outputs
         self.math = math
+        self.ports = {**node.inputs, **node.outputs}
+        self.strides = strides
         # A view that the operator declares is tracked at compile. One that slips through (identity of an
         # equal type) would see an in-place output change under it, so it is copied; so are several results,
         # which are stored one by one. A single result that goes straight into its buffer needs no look.
@@ -69,7 +75,7 @@ class _Step:
 class Program:
     """The steps of one graph. Immutable; `run` keeps everything of a call in its own list."""
 
-    __slots__ = ("_loads", "_registers", "_steps", "_untraced", "inplace")
+    __slots__ = ("_loads", "_registers", "_steps", "inplace")
 
     def __init__(
         self,
@@ -81,21 +87,10 @@ class Program:
         self._registers = registers
         self._loads = loads
         self._steps = steps
-        self._untraced: Any = None
         self.inplace = inplace
 
     def run(self, pack: Any) -> None:
         """Runs the graph on the operands of one call."""
-        if "torch._dynamo" not in modules:
-            self._run(pack)
-            return
-        # Under torch.compile `execute` breaks the graph, as it should, but the compiler would go on to trace
-        # the NumPy code that the call leads to.
-        if self._untraced is None:
-            self._untraced = modules["torch"].compiler.disable(self._run)
-        self._untraced(pack)
-
-    def _run(self, pack: Any) -> None:
         values = self._registers.copy()
         geometry = pack.geometry
         with np.errstate(all="ignore"):
@@ -106,7 +101,10 @@ class Program:
                 targets = {}
                 for out in step.outputs:
                     targets[out.port] = _target(out, values, geometry)
-                results = step.reference(RefCall(step.params, arrays, targets, step.math))
+                strides = step.strides
+                if geometry is not None:
+                    strides = {port: geometry[uid][1] for port, uid in step.ports.items()}
+                results = step.reference(RefCall(step.params, arrays, targets, step.math, strides))
                 if step.owns:
                     _own(results, arrays, targets, len(step.outputs) > 1)
                 for out in step.outputs:
@@ -193,7 +191,9 @@ def compile_program(spec: GraphSpec, *, precise: bool) -> Program:
             )
             for port, uid in node.outputs.items()
         )
-        step = _Step(node, inputs, outputs, Math(node.compute_data_type, precise))
+        ports = {**node.inputs, **node.outputs}
+        strides = {port: spec.tensors[uid].stride for port, uid in ports.items()}
+        step = _Step(node, inputs, outputs, Math(node.compute_data_type, precise), strides)
         read_here = {*node.inputs.values(), *node.outputs.values()}
         step.drops = tuple(
             sorted(
