@@ -173,7 +173,7 @@ class Executable:
     One compiled plan and the contract of its operands. Immutable; safe from many threads.
     """
 
-    def __new__(cls, *, operands: tuple[dict[str, Any], ...], keys: dict[Any, int], tensor_type: type, defaults: tuple[Any, ...], device: tuple[int, int], workspace_bytes: int, carves: Sequence[tuple[int, tuple[int, int, int], tuple[int, ...]]], inplace: Sequence[tuple[int, int]], run: Callable[[VariantPack], Any] | None, hooks: Any, overrides: bool, dynamic: bool, stream: int) -> Executable: ...
+    def __new__(cls, *, operands: tuple[dict[str, Any], ...], keys: dict[Any, int], tensor_type: type, defaults: tuple[Any, ...], device: tuple[int, int], workspace_bytes: int, carves: Sequence[tuple[int, tuple[int, int, int], tuple[int, ...]]], inplace: Sequence[tuple[int, int]], run: Callable[[VariantPack], Any] | Program | None, hooks: Any, overrides: bool, dynamic: bool, stream: int) -> Executable: ...
 
     def execute(self, tensor_dict: Mapping[Any, Any] | Sequence[Any], workspace: Any = None, handle: Handle | None = None, override_uids: Sequence[int] | None = None, override_shapes: Sequence[Sequence[int]] | None = None, override_strides: Sequence[Sequence[int]] | None = None, tensor_uids: Sequence[int] | None = None) -> None:
         """

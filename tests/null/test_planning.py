@@ -167,7 +167,7 @@ def test_no_plan_says_why_one_line_per_engine(engine):
 def test_unknown_engine_lists_the_known_ones():
     g, _ = add_graph()
     with pytest.raises(
-        og.cudnnGraphNotSupportedError, match="nope: unknown engine name; known engines: cpu, null"
+        og.cudnnGraphNotSupportedError, match="nope: unknown engine name; known engines: cpu, fused, null"
     ):
         g.build(engine="nope")
 

@@ -15,6 +15,7 @@ from opgraph.ir.datatypes import dlpack_dtype, element_bits
 
 if TYPE_CHECKING:
     from opgraph.ir.enums import behavior_note, data_type, knob_type, numerical_note
+    from opgraph._native import Program
     from opgraph.ir.program import GraphSpec
 
 __all__ = [
@@ -167,7 +168,7 @@ class CompiledPlan:
     """What an engine made of a candidate. Immutable; safe to run from many threads.
 
     Attributes:
-        run: called with the `VariantPack` of a call; None does nothing.
+        run: a `_native.Program`, or a function called with the `VariantPack` of a call; None does nothing.
         workspace_bytes: scratch the caller must bring.
         carves: regions of the workspace the plan uses, see `layout_carves`.
         inplace: pairs (output operand index, input operand index) that may be one buffer.
@@ -180,7 +181,7 @@ class CompiledPlan:
 
     def __init__(
         self,
-        run: Callable[[Any], None] | None,
+        run: Callable[[Any], None] | Program | None,
         *,
         workspace_bytes: int = 0,
         carves: Sequence[Carve] = (),

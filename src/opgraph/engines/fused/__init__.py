@@ -22,7 +22,9 @@ _COMPUTE = (data_type.FLOAT, data_type.DOUBLE, data_type.INT32, data_type.INT64,
 
 
 def _device(spec: GraphSpec, target: Target) -> str | None:
-    return None if target.device.device_type == CUDA else f"the graph runs on {target.device.name}"
+    if target.device.device_type != CUDA:
+        return f"the graph runs on {target.device}"
+    return "the device is a fake" if target.device.is_fake else None
 
 
 def _operators(spec: GraphSpec, target: Target) -> str | None:
@@ -77,7 +79,7 @@ class FusedEngine(Engine):
     name = "fused"
     engine_ids: ClassVar = {21000: {}}
     constraints = (
-        Constraint("device", "runs on CUDA devices", _device),
+        Constraint("device", "runs on CUDA devices that are there", _device),
         Constraint("operators", "fuses pointwise operators only", _operators),
         Constraint("data types", "stores " + ", ".join(t.name for t in STORAGE), _types),
         Constraint("compute", "computes in FLOAT, DOUBLE or integers", _compute),
