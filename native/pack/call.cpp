@@ -600,7 +600,7 @@ inline Rule check_operand(Call& call, int index) {
     }
     if (OG_UNLIKELY(r.flags_of != nullptr))
       if (const Rule f = check_flags(op.value, r, spec.has(kOutput)); OG_UNLIKELY(f != Rule::ok)) return f;
-    if (OG_UNLIKELY(r.read_only && spec.has(kOutput))) return Rule::read_only;
+    if (OG_UNLIKELY(spec.has(kOutput) && (r.read_only || is_input_slot(op.value)))) return Rule::read_only;
   }
   if (OG_UNLIKELY(!r.t.data && op.nbytes > 0)) return Rule::null_address;
   return Rule::ok;
@@ -810,7 +810,7 @@ OG_COLD bool check_workspace(Call& call, PyObject* workspace, const ReadContext&
         if (PyErr_Occurred()) return fail_producer(ex, f, -1, nullptr, workspace);
         return fail(ex, f, -1, -1, &r, workspace);
       }
-    if (r.read_only) return fail(ex, Rule::read_only, -1, -1, &r, workspace);
+    if (r.read_only || is_input_slot(workspace)) return fail(ex, Rule::read_only, -1, -1, &r, workspace);
     const int64_t units = span_elements(r.t.ndim, r.t.shape, r.t.strides);
     const int64_t bits = int64_t{r.t.dtype.bits} * r.t.dtype.lanes;
     call.workspace_size = units > kUnbounded / 512 ? kUnbounded : units * bits / 8;

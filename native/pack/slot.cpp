@@ -423,12 +423,13 @@ PyObject* slot_reshape(PyObject* self, PyObject* const* args, Py_ssize_t nargs) 
 PyObject* slot_is_contiguous(PyObject* self, PyObject*) {
   const Layout& l = as_slot(self)->layout;
   int64_t step = 1;
+  bool dense = true;
   for (int i = l.rank - 1; i >= 0; i--) {
     if (l.dims[i] == 0) Py_RETURN_TRUE;
-    if (l.dims[i] != 1 && l.strides[i] != step) Py_RETURN_FALSE;
+    dense = dense && (l.dims[i] == 1 || l.strides[i] == step);
     step *= l.dims[i];
   }
-  Py_RETURN_TRUE;
+  return PyBool_FromLong(dense);
 }
 
 PyObject* slot_numpy(PyObject* self, PyObject*) {

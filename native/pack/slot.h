@@ -18,6 +18,12 @@ struct Slot {
 };
 
 extern PyTypeObject* SlotType;
+
+// The borrowing call cannot say that a slot shows an input: asked where a slot becomes an output of another call.
+inline bool is_input_slot(PyObject* obj) {
+  return Py_TYPE(obj) == SlotType && reinterpret_cast<Slot*>(obj)->read_only;
+}
+
 int slot_init(PyObject* module);
 
 // A new slot over `data`. `owner` may be null (a bare address: the caller vouches for it). New reference.

@@ -64,11 +64,13 @@ std::string Program::check(const std::vector<int>& ranks) const {
   return {};
 }
 
-bool Program::launch(const cuda::Driver& driver, const KernelStep& k, const CallView& call, Failure& failure) const {
-  cuda::LaunchConfig config{};
+namespace {
+
+// False for an empty operand: nothing to launch.
+inline bool configure(const KernelStep& k, const CallView& call, cuda::LaunchConfig& config) {
   for (int i = 0; i < 3; i++) {
     const int64_t extent = evaluate(k.grid[i], call.layouts);
-    if (extent <= 0) return true;  // an empty operand: nothing to launch
+    if (extent <= 0) return false;
     config.grid[i] = static_cast<unsigned>(extent);
     config.block[i] = k.block[i];
   }
@@ -76,8 +78,11 @@ bool Program::launch(const cuda::Driver& driver, const KernelStep& k, const Call
   config.stream = call.stream;
   config.attributes = const_cast<cuda::Attribute*>(k.attributes.data());
   config.attribute_count = static_cast<unsigned>(k.attributes.size());
-  auto* block = static_cast<unsigned char*>(alloca(k.arguments.size() + 16));
-  block += -reinterpret_cast<uintptr_t>(block) & 15;
+  return true;
+}
+
+// This call's copy of the argument block at `block`, and the pointers to its parameters.
+inline void lay_out(const KernelStep& k, const CallView& call, unsigned char* block, void** parameters) {
   std::memcpy(block, k.arguments.data(), k.arguments.size());
   for (const AddressPatch& p : k.addresses) {
     const uint64_t address = address_of(call, p.source) + p.delta;
@@ -85,11 +90,37 @@ bool Program::launch(const cuda::Driver& driver, const KernelStep& k, const Call
   }
   for (const IntegerPatch& p : k.integers) put_integer(block + p.at, evaluate(p.value, call.layouts), p.bytes);
   for (const ScalarPatch& p : k.scalars) std::memcpy(block + p.at, call.scalars[p.operand], p.bytes);
-  auto** parameters = static_cast<void**>(alloca(sizeof(void*) * (k.parameter_at.size() + 1)));
   for (size_t i = 0; i < k.parameter_at.size(); i++) parameters[i] = block + k.parameter_at[i];
+}
+
+inline unsigned char* aligned16(void* p) {
+  auto* at = static_cast<unsigned char*>(p);
+  return at + (-reinterpret_cast<uintptr_t>(at) & 15);
+}
+
+}  // namespace
+
+bool Program::launch(const cuda::Driver& driver, const KernelStep& k, const CallView& call, Failure& failure) const {
+  cuda::LaunchConfig config{};
+  if (!configure(k, call, config)) return true;
+  unsigned char* block = aligned16(alloca(k.arguments.size() + 16));
+  auto** parameters = static_cast<void**>(alloca(sizeof(void*) * (k.parameter_at.size() + 1)));
+  lay_out(k, call, block, parameters);
   failure.result = driver.launch(&config, k.function, parameters, nullptr);
   failure.what = "cuLaunchKernelEx";
   return failure.result == cuda::kSuccess;
+}
+
+bool Program::launch_bare(const cuda::Driver& driver, const CallView& call, int repeat, Failure& failure) const {
+  const KernelStep& k = kernels.front();
+  cuda::LaunchConfig config{};
+  if (!configure(k, call, config)) return true;
+  unsigned char* block = aligned16(alloca(k.arguments.size() + 16));
+  auto** parameters = static_cast<void**>(alloca(sizeof(void*) * (k.parameter_at.size() + 1)));
+  lay_out(k, call, block, parameters);
+  for (int i = 0; i < repeat; i++)
+    if ((failure.result = driver.launch(&config, k.function, parameters, nullptr)) != cuda::kSuccess) return false;
+  return true;
 }
 
 bool Program::set(const cuda::Driver& driver, const MemsetStep& m, const CallView& call, Failure& failure) const {

@@ -106,6 +106,9 @@ class Program {
     return *this;
   }
 
+  // Launches the first kernel `repeat` times with arguments laid out once: the floor a call is measured against.
+  bool launch_bare(const cuda::Driver& driver, const CallView& call, int repeat, Failure& failure) const;
+
   // Issues the steps. Makes the device's primary context current and restores what was.
   bool run(const cuda::Driver& driver, const CallView& call, Failure& failure) const;
 

@@ -9,6 +9,7 @@
 
 #include <alloca.h>
 
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -219,6 +220,24 @@ std::shared_ptr<Program> make_program(int device, nb::list steps, std::vector<in
   return program;
 }
 
+// Nanoseconds of host time per launch of the program's first kernel in a C loop, arguments laid out once. `layouts` are
+// not needed: grids of the programs measured here are constants.
+double bare_launch_ns(const Program& program, std::vector<uint64_t> addresses, int64_t stream, int repeat) {
+  const Driver& driver = loaded();
+  if (program.kernels.empty()) raise(PyExc_ValueError, "the program has no kernel");
+  std::vector<void*> at;
+  for (const uint64_t a : addresses) at.push_back(reinterpret_cast<void*>(a));
+  const CallView view{at.data(), nullptr, nullptr, nullptr, reinterpret_cast<cuda::Stream>(static_cast<uintptr_t>(stream))};
+  const cuda::ContextGuard guard(driver, program.device);
+  check(driver, guard.result(), "cuCtxSetCurrent");
+  Failure failure;
+  const auto start = std::chrono::steady_clock::now();
+  program.launch_bare(driver, view, repeat, failure);
+  const double ns = std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - start).count();
+  check(driver, failure.result, "cuLaunchKernelEx");
+  return ns / repeat;
+}
+
 // ---- devices -----------------------------------------------------------------------------------------------------
 
 nb::dict describe_device(int ordinal) {
@@ -299,6 +318,8 @@ void program_init(PyObject* module) {
   m.def("make_program", &make_program, "device"_a, "steps"_a, "ranks"_a, "needs"_a = std::vector<std::pair<int, uint32_t>>(),
         "otherwise"_a.none() = nb::none(),
         "A Program from step descriptions (see opgraph.engines.program); ValueError for one that is not well-formed.");
+  m.def("bare_launch_ns", &bare_launch_ns, "program"_a, "addresses"_a, "stream"_a, "repeat"_a,
+        "Nanoseconds per launch of the first kernel in a C loop: the floor that benchmarks measure a call against.");
   m.def("load_module", &load_module, "image"_a, "device"_a, "Loads a cubin into the primary context of a device.");
   m.def("get_function", &get_function, "module"_a, "name"_a, "shared_bytes"_a = 0,
         "A kernel of a module; shared_bytes is the dynamic shared memory its launches will use.");

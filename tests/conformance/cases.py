@@ -8,16 +8,32 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance import attention, convert, matmul, norm, pointwise, reduction, shape
+from conformance import (
+    attention,
+    channels,
+    convert,
+    convolution,
+    matmul,
+    norm,
+    pointwise,
+    reduction,
+    rope,
+    shape,
+)
 
 __all__ = ["CASES"]
 
-CASES: tuple[Any, ...] = (
-    *pointwise.CASES,
-    *matmul.CASES,
-    *reduction.CASES,
-    *norm.CASES,
-    *attention.CASES,
-    *shape.CASES,
-    *convert.CASES,
+_FAMILIES = (
+    pointwise,
+    convert,
+    matmul,
+    reduction,
+    shape,
+    norm,
+    attention,
+    channels,
+    convolution,
+    rope,
 )
+
+CASES: tuple[Any, ...] = tuple(case for family in _FAMILIES for case in family.CASES)

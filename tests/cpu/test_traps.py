@@ -285,6 +285,29 @@ def test_trap_11_a_missing_epsilon_is_refused():
     assert (feeds[y] == 0).all()
 
 
+def test_trap_12_gradients_by_channel_are_channels_last_and_row_ones_follow_x():
+    graph = graph_of()
+    dim, per_channel = [2, 3, 4, 5], [1, 3, 1, 1]
+    x, grad, channel = graph.tensor(dim), graph.tensor(dim), graph.tensor(per_channel)
+    per_image, per_row = graph.tensor([2, 3, 1, 1]), graph.tensor([2, 1, 1, 1])
+    common = {"grad": grad, "input": x}
+    batch = graph.batchnorm_backward(**common, scale=channel, mean=channel, inv_variance=channel)
+    instance = graph.instancenorm_backward(**common, scale=channel, mean=per_image, inv_variance=per_image)
+    whole = graph.tensor([1, 3, 4, 5])
+    layer = graph.layernorm_backward(**common, scale=whole, mean=per_row, inv_variance=per_row)
+    attributes = {"padding": [1, 1], "stride": [1, 1], "dilation": [1, 1]}
+    weight = graph.tensor([3, 3, 3, 3])
+    dgrad = graph.conv_dgrad(graph.tensor(dim), weight, **attributes).set_dim(dim)
+    wgrad = graph.conv_wgrad(x, graph.tensor(dim), **attributes).set_dim([3, 3, 3, 3])
+    for tensor in (batch[0], instance[0], layer[0], dgrad, wgrad):
+        tensor.set_output(True)
+    graph.validate()
+    for tensor in (batch[0], instance[0], dgrad):
+        assert tuple(tensor.get_stride()) == (60, 1, 15, 3)
+    assert tuple(wgrad.get_stride()) == (27, 1, 9, 3)
+    assert tuple(layer[0].get_stride()) == tuple(x.get_stride()) == (60, 20, 5, 1)
+
+
 def test_trap_13_operators_with_several_outputs_return_lists_with_holes():
     phases = norm_forward_phase
 
@@ -305,10 +328,38 @@ def test_trap_13_operators_with_several_outputs_return_lists_with_holes():
         op = graph.layernorm_backward if "mean" in given else graph.rmsnorm_backward
         found = op(grad=x, input=x, inv_variance=statistic, **given)
         assert type(found) is list and len(found) == 3 and found[1:] == [None, None]
+    image, channel = graph.tensor([2, 3, 4, 5]), graph.tensor([1, 3, 1, 1])
+    found = graph.batchnorm(input=image, scale=channel, bias=channel, epsilon=0.1)
+    assert type(found) is list and len(found) == 5 and found[3:] == [None, None]
     _, q, k, v = attention_inputs(graph)
     for stats in (True, False):
         found = graph.sdpa(q, k, v, generate_stats=stats)
         assert type(found) is list and len(found) == 2 and (found[1] is not None) == stats
+
+
+def test_trap_14_ragged_offsets_count_elements(knobs):
+    """Sequences of 2 and 1 rows packed without padding, [tokens, heads, width]."""
+    heads, width, lengths = 2, 4, [2, 1]
+    graph = graph_of()
+    dim, stride = [2, heads, 3, width], [3 * heads * width, width, heads * width, 1]
+    offsets = graph.tensor([3, 1, 1, 1], data_type=data_type.INT64, name="offsets")
+    q, k, v = (graph.tensor(dim, stride, ragged_offset=offsets, name=name) for name in "qkv")
+    rows = [graph.tensor([2, 1, 1, 1], data_type=data_type.INT32, name=f"length of {side}") for side in "qk"]
+    o = graph.sdpa(
+        q, k, v, generate_stats=False, use_padding_mask=True, seq_len_q=rows[0], seq_len_kv=rows[1]
+    )[0]
+    o.set_output(True).set_dim(dim).set_stride(stride).set_ragged_offset(offsets)
+    graph.build(engine="cpu", knobs=knobs)
+    packed = {tensor: normal(3, heads, width, seed=i) for i, tensor in enumerate((q, k, v))}
+    out = np.full((4, heads, width), np.nan, np.float32)
+    length = np.array(lengths, np.int32).reshape(2, 1, 1, 1)
+    starts = np.array([0, 2, 3], np.int64).reshape(3, 1, 1, 1) * heads * width
+    graph.execute({**packed, rows[0]: length, rows[1]: length, offsets: starts, o: out[:3]})
+    for first, last in ((0, 2), (2, 3)):
+        part = [packed[t][first:last].swapaxes(0, 1) for t in (q, k, v)]  # [heads, rows, width]
+        expected = softmax(part[0] @ part[1].swapaxes(-1, -2)) @ part[2]
+        np.testing.assert_allclose(out[first:last].swapaxes(0, 1), expected, rtol=1e-5, atol=1e-5)
+    assert np.isnan(out[3]).all()
 
 
 def _add_graph():

@@ -172,7 +172,7 @@ def test_views_that_do_not_fit():
     for axes in ((0,), (0, 1, 2), (0, 0), (0, 2), (-1, 0), ()):
         with pytest.raises(ValueError, match="permute"):
             slot.permute(*axes)
-    with pytest.raises(TypeError):
+    with pytest.raises((TypeError, ValueError)):
         slot.permute((1, 0))
     for dims in ((5,), (3, 5), (), (2**32, 2**32), (2**62, 4), (2**63 - 1,)):
         with pytest.raises(ValueError, match="copy"):
@@ -276,8 +276,8 @@ def test_a_slot_is_an_operand_of_another_call():
         inside.append(second.give(pack[0]))
         third = OneOperand((4, 3), (3, 1), output=True)
         third.give(pack[1])
-        with pytest.raises(og.OperandError, match="read-only"):
-            OneOperand((3, 4), (4, 1), output=True).give(np.from_dlpack(pack[0]))
+        for shown in (pack[0], pack[0].permute(0, 1), np.from_dlpack(pack[0]), pack[0].numpy()):
+            assert OneOperand((4, 3), (1, 4), output=True).refusal(shown) == "read_only"
 
     graph = og.pygraph(io_data_type=D.FLOAT)
     a = graph.tensor((4, 3), (1, 4))
@@ -569,7 +569,7 @@ def test_an_absent_optional_operand():
         for act in (slot.__dlpack__, slot.numpy, lambda s=slot: s.__dlpack__(max_version=(1, 0))):
             with pytest.raises(BufferError, match="absent"):
                 act()
-        with pytest.raises((BufferError, TypeError)):
+        with pytest.raises(og.OperandError, match="absent"):
             OneOperand((1,)).give(slot)
         assert slot.__dlpack_device__() == (1, 0)
     graph.execute({1: x, 2: x.copy()})

@@ -18,7 +18,6 @@ from .base import (
     graph_op,
     host_scalar,
     like,
-    malformed,
     unsupported,
 )
 from .channels import (

@@ -199,9 +199,9 @@ class _Centre:
 
 
 def normalise(call: RefCall, mean: Array, inverse: Array, scale: Array, bias: Array) -> Array:
-    """(x - mean) * inverse * scale + bias of the port `input`, made in the memory of Y where that is possible.
+    """(x - mean) * inverse * scale + bias of the port `input`, made in the memory of Y where it can be.
 
-    mean and inverse are statistics in float64 or in the math dtype, scale and bias channel tensors.
+    mean and inverse are statistics in float64, scale and bias channel tensors.
     """
     x, load = call.inputs["input"], call.math.real
     dtype = load(x[:0]).dtype

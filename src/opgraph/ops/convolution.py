@@ -116,10 +116,10 @@ class ConvolutionOps(GraphOps):
                                     i = p * stride - pre_padding + r * dilation
                                     of loss[n, k, p] * filter[k, c, r]
 
-        Shapes: loss [N, K, *y], filter [K, C/G, *f]. Set the dim of DX with `out_dims=` or `set_dim`: loss and
-        filter do not tell the number of groups, nor x where the stride is above 1. Left unset with strides of
-        1, it is that of the image of one group, x = y + dilation * (f - 1) - pre_padding - post_padding.
-        DX's stride is channels-last.
+        Shapes: loss [N, K, *y], filter [K, C/G, *f]. Set the dim of DX with `out_dims=` or `set_dim`: loss
+        and filter do not tell the number of groups, nor x where the stride is above 1. Left unset with
+        strides of 1, it is that of the image of one group, x = y + dilation * (f - 1) - pre_padding -
+        post_padding. DX's stride is channels-last.
 
         Raises as `conv_fprop` does, and `ValueError` at `validate()` when DX was left unset with a stride
         above 1, or when its dim does not lead to that of loss.
@@ -220,9 +220,7 @@ def _attributes(node: Any, rank: int) -> tuple[tuple[int, ...], ...]:
         value = params["padding"] if params["padding"] is not None and least == 0 else params[key]
         if value is None:
             either = "padding, or pre_padding and post_padding" if least == 0 else key
-            malformed(
-                node, f"{key} not set", expected=f"{spatial} integers", next_step=f"pass {either}"
-            )
+            malformed(node, f"{key} not set", expected=f"{spatial} integers", next_step=f"pass {either}")
         if len(value) != spatial or min(value) < least:
             malformed(
                 node,

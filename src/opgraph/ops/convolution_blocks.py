@@ -51,7 +51,8 @@ class _Sizes:
 
     def flipped(self, filter: Array) -> Array:
         """The filter as a cross correlation uses it, and back."""
-        return filter[(..., *(slice(None, None, -1),) * len(self.taps))] if self.flip else filter
+        backwards: Any = (..., *(slice(None, None, -1),) * len(self.taps))
+        return filter[backwards] if self.flip else filter
 
     def blocks(self) -> Iterator[tuple[slice, ...]]:
         """Ranges of images and positions whose matrix of windows stays within the bound."""
@@ -59,7 +60,7 @@ class _Sizes:
         per_position = max(self.groups * self.c * number(self.taps), 1)
         return blocks(shape, range(len(shape)), max(_BLOCK // per_position, 1))
 
-    def taken(self, tap: Sequence[int], block: Sequence[slice]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    def taken(self, tap: Sequence[int], block: Sequence[slice]) -> tuple[list[slice], list[slice]]:
         """Where a tap meets the image: (spatial index of the image, spatial index within the block)."""
         images, positions = [], []
         for axis, (r, cut) in enumerate(zip(tap, block[1:], strict=True)):
@@ -69,7 +70,7 @@ class _Sizes:
             last = max(first, last)
             positions.append(slice(first - cut.start, last - cut.start))
             images.append(slice(first * step + shift, max(last * step + shift - step + 1, 0), step))
-        return tuple(images), tuple(positions)
+        return images, positions
 
 
 class _Numbers:
@@ -95,14 +96,18 @@ class _Numbers:
 
 def _channels_innermost(array: Array, sizes: _Sizes) -> bool:
     steps = [abs(s) for n, s in zip(array.shape[2:], array.strides[2:], strict=True) if n > 1]
-    return array.shape[1] > 1 and sizes.c >= min(_CHANNELS, array.shape[1]) and abs(array.strides[1]) <= min(
-        steps, default=0
+    return (
+        array.shape[1] > 1
+        and sizes.c >= min(_CHANNELS, array.shape[1])
+        and abs(array.strides[1]) <= min(steps, default=0)
     )
 
 
 def _windows(x: Array, sizes: _Sizes, block: Sequence[slice], numbers: _Numbers) -> Array:
     """[n, groups, c, *positions, *taps] of a block: a view of the image, or of a padded copy of its part."""
-    inside, around, shape = [block[0], slice(None)], [], []
+    inside: list[Any] = [block[0], slice(None)]
+    around: list[Any] = [...]
+    shape: list[int] = []
     for axis, cut in enumerate(block[1:]):
         step, before, extent = sizes.stride[axis], sizes.padding[axis], sizes.x[axis]
         start = cut.start * step - before
@@ -116,7 +121,7 @@ def _windows(x: Array, sizes: _Sizes, block: Sequence[slice], numbers: _Numbers)
     if part.shape[2:] != tuple(shape):
         padded = np.empty_like(part, shape=(*part.shape[:2], *shape))
         padded.fill(0)
-        padded[(..., *around)] = part
+        padded[tuple(around)] = part
         part = padded
     n, c, *spatial = part.strides
     return as_strided(
@@ -140,6 +145,18 @@ def _lengths(cuts: Sequence[slice]) -> tuple[int, ...]:
 def _grouped(array: Array, groups: int) -> Array:
     """[n, channels, ...] as [n, groups, channels of one, ...]: a view in any layout."""
     return array.reshape(array.shape[0], groups, array.shape[1] // groups, *array.shape[2:])
+
+
+def _of_groups(block: Sequence[slice]) -> Any:
+    """The index of a block in what `_grouped` gives."""
+    return (block[0], slice(None), slice(None), *block[1:])
+
+
+def _last(array: Array, index: Sequence[Any]) -> Array:
+    """Indexes the last axes."""
+    place: Any = (..., *index)
+    part: Array = array[place]
+    return part
 
 
 def _matrix(array: Array, *axes: Sequence[int]) -> Array:
@@ -168,7 +185,7 @@ def fprop_reference(call: RefCall) -> dict[str, Array]:
         if sizes.c == 1 and sizes.groups > 1:
             for block in sizes.blocks():
                 windows = _windows(x, sizes, block, numbers)
-                _depthwise(windows, weights, responses[(block[0], slice(None), slice(None), *block[1:])])
+                _depthwise(windows, weights, responses[_of_groups(block)])
             return {"Y": y}
         inner = _channels_innermost(x, sizes)
         if inner:
@@ -184,12 +201,12 @@ def fprop_reference(call: RefCall) -> dict[str, Array]:
             else:
                 found = filters @ _matrix(windows, (1,), (2, *taps), (0, *positions))
                 found = found.reshape(sizes.groups, sizes.k, *extents)
-            responses[(block[0], slice(None), slice(None), *block[1:])] = np.moveaxis(found, 2, 0)
+            responses[_of_groups(block)] = np.moveaxis(found, 2, 0)
     return {"Y": y}
 
 
 def _depthwise(windows: Array, weights: Array, out: Array) -> None:
-    """One channel for each group: the sum over taps as whole-block multiplications, faster than tiny products.
+    """One channel for each group: a sum over taps of whole blocks, which is faster than tiny products.
 
     windows [n, groups, 1, *positions, *taps], weights [groups, k, 1, *taps], out [n, groups, k, *positions].
     """
@@ -197,8 +214,8 @@ def _depthwise(windows: Array, weights: Array, out: Array) -> None:
     total = np.empty_like(out)
     term = np.empty_like(out)
     for place, tap in enumerate(product(*map(range, weights.shape[3:]))):
-        factor = weights[(slice(None), slice(None), 0, *tap)].reshape(*weights.shape[:2], *(1,) * rank)
-        np.multiply(windows[(..., *tap)], factor, out=term if place else total)
+        factor = _last(weights, (0, *tap)).reshape(*weights.shape[:2], *(1,) * rank)
+        np.multiply(_last(windows, tap), factor, out=term if place else total)
         if place:
             np.add(total, term, out=total)
     np.copyto(out, total)
@@ -221,7 +238,7 @@ def dgrad_reference(call: RefCall) -> dict[str, Array]:
         filters = _matrix(weights, (0,), range(2, 3 + rank), (1,))
     with np.errstate(all="ignore"):
         for block in sizes.blocks():
-            part = numbers(losses[(block[0], slice(None), slice(None), *block[1:])])
+            part = numbers(losses[_of_groups(block)])
             extents = (part.shape[0], *part.shape[3:])
             if inner:
                 given = _matrix(part, (1,), (0, *range(3, 3 + rank)), (2,)) @ filters
@@ -231,13 +248,11 @@ def dgrad_reference(call: RefCall) -> dict[str, Array]:
             else:
                 given = filters @ _matrix(part, (1,), (2,), (0, *range(3, 3 + rank)))
                 given = given.reshape(sizes.groups, sizes.c, *sizes.taps, *extents)
-                given = given.transpose(
-                    2 + rank, 0, 1, *range(3 + rank, 3 + 2 * rank), *range(2, 2 + rank)
-                )
+                given = given.transpose(2 + rank, 0, 1, *range(3 + rank, 3 + 2 * rank), *range(2, 2 + rank))
             for tap in product(*map(range, sizes.taps)):
                 places, positions = sizes.taken(tap, block)
-                target = image[(block[0], slice(None), slice(None), *places)]
-                np.add(target, given[(..., *tap)][(..., *positions)], out=target)
+                target = image[_of_groups((block[0], *places))]
+                np.add(target, _last(_last(given, tap), positions), out=target)
     return {"DX": dx}
 
 
@@ -255,7 +270,7 @@ def wgrad_reference(call: RefCall) -> dict[str, Array]:
     with np.errstate(all="ignore"):
         for block in sizes.blocks():
             windows = _windows(x, sizes, block, numbers)
-            part = numbers(losses[(block[0], slice(None), slice(None), *block[1:])])
+            part = numbers(losses[_of_groups(block)])
             if inner:
                 right = _matrix(windows, (1,), (0, *positions), (*taps, 2))
                 left = _matrix(part, (1,), (0, *positions), (2,)).transpose(0, 2, 1)
