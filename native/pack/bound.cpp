@@ -38,7 +38,15 @@ int state_traverse(PyObject* self, visitproc visit, void* arg) {
   State* s = as_state(self);
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(s->pack);
-  for (int i = 0; s->call.operands && i < s->call.ex->n; i++) Py_VISIT(s->call.operands[i].value);
+  for (int i = 0; s->call.operands && i < s->call.ex->n; i++) {
+    const Operand& op = s->call.operands[i];
+    Py_VISIT(op.value);
+    if (op.reading.hold == Hold::object) Py_VISIT(op.reading.object);
+  }
+  if (s->call.workspace) {
+    Py_VISIT(s->call.workspace);
+    if (s->call.workspace_reading.hold == Hold::object) Py_VISIT(s->call.workspace_reading.object);
+  }
   for (PyObject* p : s->kept) Py_VISIT(p);
   return 0;
 }

@@ -568,6 +568,21 @@ inline Rule check_dtype(const OperandSpec& spec, const DLDataType& given) {
   return Rule::dtype;
 }
 
+// An operand whose layout is replaced for this call. Mostly the buffer is an allocation of the declared size, which holds
+// whatever does not span more; match_override has the whole rule.
+__attribute__((noinline)) Rule check_overridden(const OperandSpec& spec, Operand& op) {
+  const DLTensor& t = op.reading.t;
+  const Layout& live = op.live;
+  op.nbytes = op.available = span_elements(live.rank, live.dims, live.strides) << spec.item_shift;
+  if (op.nbytes <= spec.span_bytes && spec.has(kDense) && layout_is(t, spec.declared.rank, spec.declared.dims, spec.declared.strides)) {
+    op.available = spec.span_bytes;
+    return Rule::ok;
+  }
+  if (layout_is(t, live.rank, live.dims, live.strides)) return Rule::ok;
+  const Rule r = match_override(spec, live, {t.ndim, t.shape, t.strides}, &op.available);
+  return r == Rule::ok ? r : output_layout(spec, t, r);
+}
+
 // Everything that can be wrong with the operand once it is read.
 inline Rule check_operand(Call& call, int index) {
   Executable* ex = call.ex;
@@ -587,10 +602,7 @@ inline Rule check_operand(Call& call, int index) {
     if (const Rule d = check_dtype(spec, r.t.dtype); OG_UNLIKELY(d != Rule::ok)) return d;
     if (OG_UNLIKELY(!same_device(r.t.device, ex->device)) && !host_rule(ex, spec, r)) return Rule::device;
     if (OG_UNLIKELY(op.layout == &op.live)) {
-      op.nbytes = op.available = span_elements(op.live.rank, op.live.dims, op.live.strides) << spec.item_shift;
-      if (!layout_is(r.t, op.live.rank, op.live.dims, op.live.strides))
-        if (const Rule o = match_override(spec, op.live, {r.t.ndim, r.t.shape, r.t.strides}, &op.available); o != Rule::ok)
-          return output_layout(spec, r.t, o);
+      if (const Rule o = check_overridden(spec, op); o != Rule::ok) return o;
     } else if (OG_LIKELY(layout_is(r.t, spec.declared.rank, spec.declared.dims, spec.declared.strides) && !spec.has(kRagged))) {
       op.available = spec.span_bytes;
     } else {

@@ -136,6 +136,7 @@ bool read_spec(PyObject* d, OperandSpec& spec) {
     return false;
   }
   spec.span_bytes = span << spec.item_shift;
+  if (is_dense({rank, spec.declared.dims, spec.declared.strides})) spec.flags |= kDense;
   if (spec.has(kReordered)) {
     int64_t count = 1;
     for (int i = 0; i < rank; i++) count *= spec.declared.dims[i];

@@ -83,6 +83,7 @@ enum OperandFlag : uint16_t {
   kReordered = 8,  // block-scale factors: only density and bytes count
   kRagged = 16,
   kPacked = 32,  // sub-byte pairs: uint8 storage is accepted
+  kDense = 64,   // the declared layout leaves no gaps
 };
 
 constexpr int kSeenSlots = 4;  // other accepted layouts remembered per operand

@@ -25,6 +25,8 @@ from opgraph.ops.base import apply_out_dims
 from opgraph.ops.batchnorm import BatchNormOps
 from opgraph.ops.convolution import ConvolutionOps
 from opgraph.ops.instancenorm import InstanceNormOps
+from opgraph.ops.linear_attention_names import LinearAttentionNames
+from opgraph.ops.linear_attention_summary import LinearAttentionSummaryOps
 from opgraph.ops.matmul import MatmulOps
 from opgraph.ops.norm import NormOps
 from opgraph.ops.pointwise import PointwiseOps
@@ -76,6 +78,8 @@ class pygraph(
     ShapeOps,
     NormOps,
     AttentionOps,
+    LinearAttentionNames,
+    LinearAttentionSummaryOps,
     RopeOps,
     ConvolutionOps,
     BatchNormOps,

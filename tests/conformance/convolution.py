@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from conformance.calculus import vjp
-from conformance.layouts import channels_last, padded
+from conformance.layouts import channels_last, padded, row_major
 from conformance.problem import Expect, Input, Problem
 from opgraph import convolution_mode, data_type
 
@@ -38,6 +38,27 @@ _SHAPES: tuple[tuple[str, Sequence[int], Sequence[int], Mapping[str, Any]], ...]
     ("one axis", [2, 3, 17], [4, 3, 5], {"padding": [2]}),
     ("volume", [1, 2, 3, 4, 5], [3, 2, 2, 3, 2], {"padding": [1, 1, 0]}),
     ("tile edge", [1, 33, 5, 3], [17, 33, 2, 2], {}),
+    ("primes", [3, 5, 7, 5], [7, 5, 3, 2], {"padding": [2, 1]}),
+    ("one position", [3, 4, 3, 3], [5, 4, 3, 3], {}),
+    (
+        "stride and dilation", [2, 2, 10, 7], [3, 2, 2, 3],
+        {"padding": [1, 3], "stride": [3, 2], "dilation": [3, 2]},
+    ),
+    ("padding wider than the filter", [1, 2, 2, 3], [2, 2, 3, 2], {"padding": [5, 4]}),
+    ("filter beyond the image", [1, 2, 2, 2], [2, 2, 5, 4], {"padding": [3, 2]}),
+    ("dilation beyond the image", [1, 2, 3], [2, 2, 3], {"padding": [4], "dilation": [5]}),
+    (
+        "flipped groups", [1, 6, 7], [3, 2, 3],
+        {"padding": [2], "stride": [2], "convolution_mode": convolution_mode.CONVOLUTION},
+    ),
+    (
+        "flipped depthwise volume", [1, 3, 3, 4, 3], [3, 1, 2, 1, 3],
+        {"padding": [1, 0, 2], "dilation": [1, 2, 1], "convolution_mode": convolution_mode.CONVOLUTION},
+    ),
+    ("wide groups", [1, 16, 4, 3], [16, 8, 2, 2], {"padding": [1, 0]}),
+    ("no images", [0, 3, 5], [4, 3, 3], {"padding": [1]}),
+    ("no channels", [2, 0, 5], [4, 0, 3], {"padding": [1]}),
+    ("no responses", [2, 3, 5], [0, 3, 3], {"padding": [1]}),
 )  # fmt: skip
 
 
@@ -57,8 +78,13 @@ def convolved(xp: Any, image: Any, weight: Any, attributes: Mapping[str, Any]) -
     spatial = tuple(range(2, len(image.shape)))
     if attributes.get("convolution_mode") is convolution_mode.CONVOLUTION:
         weight = np.flip(weight, spatial) if xp is np else weight.flip(spatial)
-    groups = image.shape[1] // weight.shape[1]
+    groups = image.shape[1] // weight.shape[1] if weight.shape[1] else 1
     if xp is not np:
+        if 0 in (*image.shape, *weight.shape):  # torch refuses most of these
+            empty = convolved(
+                np, np.zeros(image.shape), np.zeros(weight.shape), {**attributes, "convolution_mode": None}
+            )
+            return xp.from_numpy(empty) + 0 * (image.sum() + weight.sum())
         sides = [n for pair in zip(reversed(pre), reversed(post), strict=True) for n in pair]
         function = getattr(xp.nn.functional, f"conv{len(spatial)}d")
         x = xp.nn.functional.pad(image, sides)
@@ -95,8 +121,9 @@ class Convolution:
 
     def __init__(self, op: str) -> None:
         self.op = self.id = op
-        whole = (data_type.INT8,) if op == "conv_fprop" else ()
-        self.data_types = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, *whole)
+        self.data_types = (
+            data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE, data_type.INT8,
+        )  # fmt: skip
 
     def problem(
         self,
@@ -118,7 +145,7 @@ class Convolution:
         ports, output, wanted = _PORTS[self.op]
 
         def numbers(dim: Sequence[int]) -> Any:
-            return rng.integers(-9, 10, dim) if whole else rng.standard_normal(dim)
+            return rng.integers(-128, 128, dim) if whole else rng.standard_normal(dim)
 
         inputs = {
             port: Input(numbers(dims[port]), dtype, None if layout is None else layout(dims[port]))
@@ -135,26 +162,28 @@ class Convolution:
             return {output: y.set_data_type(data_type.INT32) if whole else y}
 
         def truth(xp: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+            values = {port: 1.0 * (value if xp is np else value.double()) for port, value in values.items()}
             if wanted is None:
-                x, w = values["image"], values["weight"]
-                if xp is not np:
-                    x, w = x.double(), w.double()
-                return {output: convolved(xp, x, w, attributes)}
+                return {output: convolved(xp, values["image"], values["weight"], attributes)}
             known = {"image": values.get("image"), "weight": values.get("filter")}
             known[wanted] = values["loss"].new_zeros(out) if xp is not np else np.zeros(out)
 
             def formula(at: Mapping[str, Any]) -> dict[str, Any]:
                 return {"Y": convolved(xp, at["image"], at["weight"], attributes)}
 
-            return {output: vjp(xp, formula, known, {"Y": values["loss"]}, (wanted,))[wanted]}
+            found = vjp(xp, formula, known, {"Y": values["loss"]}, (wanted,))[wanted]
+            # Differences of a linear function of integers are off by less than one half.
+            return {output: xp.round(found) if whole else found}
 
         expected = channels_last(out) if out_stride is None else out_stride(out)
+        math = {data_type.INT8: data_type.INT32, data_type.DOUBLE: data_type.DOUBLE}.get(
+            dtype, data_type.FLOAT
+        )
         return Problem(
             f"{self.op} {dtype.name}: {id}", inputs, declare, truth,
             {output: Expect(out, expected, data_type.INT32 if whole else dtype)},
-            io=dtype, compute=data_type.INT32 if whole else data_type.FLOAT,
-            intermediate=data_type.INT32 if whole else data_type.FLOAT,
-            needs_torch=wanted is not None and prod(out) > 80,
+            io=dtype, compute=math, intermediate=math,
+            needs_torch=wanted is not None and (prod(out) > 80 or dtype is data_type.DOUBLE),
         )  # fmt: skip
 
     def problems(self, dtype: data_type, rng: Rng) -> Iterator[Problem]:
@@ -162,8 +191,17 @@ class Convolution:
             yield self.problem(id, rng, image, weight, attributes, dtype)
         plain = ([2, 3, 6, 5], [4, 3, 3, 3], {"padding": [1, 1]}, dtype)
         yield self.problem("channels last", rng, *plain, layout=channels_last)
+        wide = ([1, 16, 3, 4], [16, 8, 2, 3], {"padding": [1, 1], "stride": [2, 1]}, dtype)
+        yield self.problem("channels last, groups", rng, *wide, layout=channels_last)
+        single = ([2, 5, 4, 3], [5, 1, 3, 3], {"padding": [1, 1]}, dtype)
+        yield self.problem("channels last, depthwise", rng, *single, layout=channels_last)
+        volume = ([1, 3, 3, 4, 2], [2, 3, 2, 2, 1], {"padding": [1, 0, 1]}, dtype)
+        yield self.problem("channels last, volume", rng, *volume, layout=channels_last)
         yield self.problem("padded rows", rng, *plain, layout=padded)
-        yield self.problem("row-major output", rng, *plain, out_stride=lambda dim: padded(dim, 0))
+        yield self.problem("row-major output", rng, *plain, out_stride=row_major)
+        yield self.problem(
+            "channels last to row-major", rng, *plain, layout=channels_last, out_stride=row_major
+        )
         yield self.problem("padded output", rng, *plain, out_stride=padded)
         yield self.problem("virtual", rng, *plain).with_virtual_edges()
 

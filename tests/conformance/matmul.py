@@ -110,6 +110,7 @@ class Matmul:
         if dtype in (data_type.HALF, data_type.BFLOAT16):
             yield matmul_problem("widened", rng, *plain, out_type=data_type.FLOAT)
             yield matmul_problem("mixed", rng, *plain, b_type=data_type.FLOAT)
+            yield matmul_problem("own type", rng, *plain).with_types(intermediate=dtype, compute=dtype)
         if dtype is data_type.INT32:  # sums beyond what float64 holds exactly
             big = matmul_problem("large", rng, *plain, compute=data_type.INT64, out_type=data_type.INT64)
             big.inputs = {

@@ -153,6 +153,8 @@ class Pointwise:
             yield self.problem("cube", rng, ([2, 3, 5],), (None,), dtype, out_type=data_type.INT32)
         if dtype in (data_type.HALF, data_type.BFLOAT16):
             yield self.problem("widened", rng, ([2, 3, 5],), (None,), dtype, out_type=data_type.FLOAT)
+            own = self.problem("own type", rng, ([2, 3, 5],), (None,), dtype)
+            yield own.with_types(intermediate=dtype, compute=dtype)
 
 
 # -- values --------------------------------------------------------------------------------------------------

@@ -100,6 +100,13 @@ class Problem:
     def __repr__(self) -> str:
         return self.id
 
+    def with_types(self, *, intermediate: data_type, compute: data_type) -> Problem:
+        """The same problem with other default types of virtual edges and of arithmetic."""
+        return Problem(
+            f"{self.id}, compute {compute.name}", self.inputs, self.declare, self.truth, self.expect,
+            io=self.io, intermediate=intermediate, compute=compute, needs_torch=self.needs_torch,
+        )  # fmt: skip
+
     def with_virtual_edges(self) -> Problem:
         """The same problem with every input and output carried by a virtual edge through `identity`."""
 

@@ -143,6 +143,8 @@ class Reduction:
         yield reduction_problem("virtual", x, [4, 1, 1], None, **kind).with_virtual_edges()
         if dtype in (data_type.HALF, data_type.BFLOAT16):
             yield reduction_problem("widened", x, [4, 5, 1], None, out_type=data_type.FLOAT, **kind)
+            own = reduction_problem("own type", x, [4, 1, 6], None, **kind)
+            yield own.with_types(intermediate=dtype, compute=dtype)
 
 
 CASES = tuple(Reduction(mode) for mode in reduction_mode if mode is not reduction_mode.NOT_SET)

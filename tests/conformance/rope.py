@@ -28,6 +28,15 @@ _SHAPES: tuple[tuple[str, Sequence[int], Sequence[int], float, int, Sequence[int
     ("BSHD", [2, 3, 5, 8], [5, 8], 1.0, 0, (120, 8, 24, 1)),
     ("padded rows", [2, 3, 5, 8], [5, 8], 1.0, 0, padded([2, 3, 5, 8])),
     ("tile edge above", [1, 1, 129, 6], [129, 6], 1.0, 0, None),
+    ("positions in front", [2, 3, 5, 8], [5, 1, 1, 8], 1.0, 0, None),
+    ("as many positions as entries", [5, 2, 5, 4], [5, 1, 1, 4], 1.0, 0, None),
+    ("one position of each entry", [3, 2, 1, 4], [3, 1, 1, 4], 1.0, 0, None),
+    ("angles of each head", [2, 3, 4, 4], [3, 4, 4], 1.0, 0, None),
+    ("all angles", [2, 3, 4, 2], [2, 3, 4, 2], 1.0, 0, None),
+    ("primes", [3, 5, 7, 26], [7, 22], 1.0, 22, None),
+    ("some channels, scaled", [2, 1, 3, 6], [3, 4], -2.0, 4, None),
+    ("no entries", [0, 2, 3, 4], [3, 4], 1.0, 0, None),
+    ("no channels", [1, 2, 3, 0], [3, 0], 1.0, 0, None),
 )
 
 
@@ -35,6 +44,8 @@ def rotated(xp: Any, x: Any, angles: Any, scale: float, rope_dim: int) -> Any:
     """Pairs (d, d + R/2) turned as complex numbers."""
     count = rope_dim or x.shape[-1]
     half = count // 2
+    if angles.ndim == 4 and angles.shape[1:3] == (1, 1) and x.shape[2] > 1:
+        angles = angles.reshape(x.shape[2], -1)  # [S, 1, 1, R]
     a = angles[..., :half]
     turn = xp.cos(a) + 1j * xp.sin(a)
     pairs = (x[..., :half] + 1j * x[..., half:count]) * turn
@@ -43,7 +54,7 @@ def rotated(xp: Any, x: Any, angles: Any, scale: float, rope_dim: int) -> Any:
 
 
 class Rope:
-    data_types = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16)
+    data_types = (data_type.FLOAT, data_type.HALF, data_type.BFLOAT16, data_type.DOUBLE)
 
     def __init__(self, op: str) -> None:
         self.op = self.id = op
@@ -51,17 +62,21 @@ class Rope:
 
     def problem(
         self, id: str, rng: Rng, dim: Sequence[int], angles: Sequence[int], scale: float, rope_dim: int,
-        stride: Sequence[int] | None, dtype: data_type,
+        stride: Sequence[int] | None, dtype: data_type, *, halved: bool = False, out_stride: Any = None,
     ) -> Problem:  # fmt: skip
+        """`halved`: one angle for each pair, in place of one for each channel."""
         half = rng.uniform(-4, 4, (*angles[:-1], angles[-1] // 2))
+        math = data_type.DOUBLE if dtype is data_type.DOUBLE else data_type.FLOAT
         inputs = {
             self.port: Input(rng.standard_normal(dim), dtype, stride),
-            "freqs": Input(np.concatenate([half, half], -1)),  # equal in both halves: a rotation
+            # Equal in both halves: a rotation.
+            "freqs": Input(half if halved else np.concatenate([half, half], -1), math),
         }
 
         def declare(graph: Any, tensors: Mapping[str, Any]) -> dict[str, Any]:
             attributes = {"output_scale": scale, "rope_dim": rope_dim}
-            return {"OUT": getattr(graph, self.op)(**tensors, **attributes)}
+            y = getattr(graph, self.op)(**tensors, **attributes)
+            return {"OUT": y if out_stride is None else y.set_stride(out_stride)}
 
         def truth(xp: Any, values: Mapping[str, Any]) -> dict[str, Any]:
             x, freqs = values[self.port], values["freqs"]
@@ -75,8 +90,9 @@ class Rope:
 
         return Problem(
             f"{self.op} {dtype.name}: {id}", inputs, declare, truth,
-            {"OUT": Expect(dim, inputs[self.port].stride, dtype)},
-            io=dtype, needs_torch=self.op != "rope" and int(np.prod(dim)) > 200,
+            {"OUT": Expect(dim, out_stride or inputs[self.port].stride, dtype)},
+            io=dtype, intermediate=math, compute=math,
+            needs_torch=self.op != "rope" and (int(np.prod(dim)) > 200 or dtype is data_type.DOUBLE),
         )  # fmt: skip
 
     def problems(self, dtype: data_type, rng: Rng) -> Iterator[Problem]:
@@ -84,6 +100,11 @@ class Rope:
             yield self.problem(id, rng, dim, angles, scale, rope_dim, stride, dtype)
         plain = ([1, 2, 3, 4], [3, 4], 1.0, 0, None, dtype)
         yield self.problem("virtual", rng, *plain).with_virtual_edges()
+        yield self.problem("padded output", rng, *plain, out_stride=padded([1, 2, 3, 4]))
+        yield self.problem("BSHD output", rng, *plain, out_stride=(24, 4, 8, 1))
+        yield self.problem("one angle for each pair", rng, *plain, halved=True)
+        some = ([2, 3, 5, 8], [5, 1, 1, 6], 1.0, 6, None, dtype)
+        yield self.problem("one angle for each pair of some channels", rng, *some, halved=True)
 
 
 CASES = (Rope("rope"), Rope("rope_backward"))

@@ -207,17 +207,24 @@ def refused(call: Callable[[], Any], *words: str, error: Any = opgraph.OperandEr
     return caught.value
 
 
-def run_child(case: Callable[..., Any], *arguments: Any, environment: dict[str, str] | None = None) -> str:
-    """Runs a function of a test helper module in a process of its own, which must end well; returns what it
-    printed."""
-    names = (case.__module__, case.__name__)
-    code = f"import {names[0]}; {names[0]}.{names[1]}(*{arguments!r})"
+def run_python(code: str, *folders: Path) -> str:
+    """Runs code in a process of its own, which must end well, with these folders before all others that this
+    process looks in; returns what it printed."""
+    # As this process was started: the sanitized run keeps site-packages out of the way.
+    switches = ["-S"] if sys.flags.no_site else []
+    path = [*map(str, folders), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", code],
+        [sys.executable, *switches, "-X", "faulthandler", "-c", code],
         capture_output=True,
         text=True,
         timeout=240,
-        env={**os.environ, "PYTHONPATH": str(HERE), **(environment or {})},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
     )
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr[-4000:]}"
     return done.stdout
+
+
+def run_child(case: Callable[..., Any], *arguments: Any) -> str:
+    """Runs a function of a test module in a process of its own."""
+    module, name = case.__module__, case.__name__
+    return run_python(f"import {module}; {module}.{name}(*{arguments!r})", HERE)

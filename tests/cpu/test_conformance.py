@@ -27,7 +27,8 @@ PARAMS = [
 
 
 def test_every_operator_has_a_case():
-    assert {case.op for case in CASES} >= set(OPS)
+    missing = sorted(set(OPS) - {case.op for case in CASES})
+    assert not missing, f"no case in tests/conformance for {missing}"
 
 
 @pytest.mark.parametrize(("case", "dtype", "truth"), PARAMS)
@@ -41,7 +42,9 @@ def test_case(case: Any, dtype: data_type, truth: str, request: pytest.FixtureRe
         if truth == "numpy" and problem.needs_torch:
             continue
         solved = problem.solve(xp)
-        for precision in ("native", "float64"):
+        # What NumPy solves has run in both precisions against it; torch then vouches for that truth.
+        both = truth == "numpy" or problem.needs_torch
+        for precision in ("native", "float64") if both else ("float64",):
             run_case(problem, "cpu", {"precision": precision}, truth=solved)
             ran += 1
     if not ran:

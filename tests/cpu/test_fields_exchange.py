@@ -181,6 +181,7 @@ def counts(objects: Any) -> list[int]:
 
 
 class TestF16NothingIsKeptAfterACall:
+    @pytest.mark.slow
     @pytest.mark.parametrize("raising", [False, True], ids=["runs", "raises"])
     def test_many_calls(self, any_engine, raising):
         count = (

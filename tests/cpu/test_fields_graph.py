@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from producers import Producer
-from sums import Engine, Guarded, ScratchEngine, Sum, refused
+from sums import Engine, Guarded, ScratchEngine, Sum, refused, run_python
 
 import opgraph
 from opgraph import data_type, scalar_type
@@ -474,19 +472,6 @@ except opgraph.cudnnGraphNotSupportedError as error:
 """
 
 
-def python(code: str, path: Any = None) -> str:
-    import os
-
-    environment = dict(os.environ)
-    if path is not None:
-        environment["PYTHONPATH"] = str(path)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 class TestF41ImportWithoutOptionalPackages:
     @pytest.mark.parametrize("blocked", [
         ("torch",), ("jax", "jaxlib"), ("cupy",), ("triton", "cutlass", "cuda"), ("tvm_ffi",), ("ml_dtypes",),
@@ -495,9 +480,9 @@ class TestF41ImportWithoutOptionalPackages:
     def test_blocked(self, blocked):
         code = RUN.format(blocked=set(blocked), packages=set(PACKAGES))
         if "ml_dtypes" not in blocked:
-            python(code)
+            run_python(code)
             return
-        told = python(code + ASK)
+        told = run_python(code + ASK)
         assert told.count("ml_dtypes, version 0.5 or newer, which is not installed") == 2
 
     @pytest.mark.parametrize("body, word", [
@@ -509,6 +494,6 @@ class TestF41ImportWithoutOptionalPackages:
     def test_too_old_and_broken(self, tmp_path, body, word):
         for package in PACKAGES:
             (tmp_path / f"{package}.py").write_text(body + "\n")
-        told = python(RUN.format(blocked=set(), packages=set(PACKAGES)) + ASK, tmp_path)
+        told = run_python(RUN.format(blocked=set(), packages=set(PACKAGES)) + ASK, tmp_path)
         assert told.count("ml_dtypes, version 0.5 or newer; the installed") == told.count(word) == 2
         assert "not installed" not in told

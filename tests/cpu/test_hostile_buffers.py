@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -121,11 +122,100 @@ def lying_structs() -> None:
         assert values.tolist() == [1, 1, 1]
 
 
+def lying_scalars() -> None:
+    """In a child process: the same for the one operand whose bytes are read at once."""
+    one = np.ones(1, np.float32)
+    lies: dict[str, dict[str, Any]] = {
+        "cuda:0": {"address": 16, "device": (2, 0)},
+        "null": {"address": 0},
+        "dims (2)": {"shape": (2,)},
+        "dims (0)": {"shape": (0,)},
+        "float32_x4": {"dtype": (2, 32, 4)},
+        "float64": {"dtype": (2, 64, 1)},
+        "99 axes": {"ndim": 99},
+        "no shape": {"shape": (), "ndim": 1},
+    }
+    for engine in sums.ENGINES:
+        graph = opgraph.pygraph(io_data_type=FLOAT)
+        x, s = graph.tensor((3,)), graph.tensor((1,), is_pass_by_value=True, name="S")
+        y = graph.add(x, s).set_output(True)
+        engine.build(graph)
+        out = Guarded((3,))
+        operands = {x: np.ones(3, np.float32), y: out.view}
+        for word, fields in lies.items():
+            for told in ((1, 0), fields.get("device", (1, 0))):
+                producer = Producer(one, told=told, strides=None, **fields)
+                refused(lambda g=graph, o={**operands, s: producer}: g.execute(o), "'S' (uid 2)", word)
+                assert producer.count.exported == producer.count.released
+        out.untouched()
+        graph.execute({**operands, s: Producer(one, shape=(1,) * 20, strides=None)})
+        assert out.view.tolist() == ([2, 2, 2] if engine.computes else [-1] * 3)
+    # An element that is larger than any number is refused at the build.
+    graph = opgraph.pygraph(io_data_type=data_type.INT8x32)
+    x = graph.tensor((1,), is_pass_by_value=True, name="X")
+    graph.identity(x).set_output(True)
+    refused(lambda: sums.NULL.build(graph), "uid 1", "256 bits", error=ValueError)
+
+
 def test_structs_that_lie():
+    run_child(lying_scalars)
+
     run_child(lying_structs)
 
 
 # ---- producers that raise, re-enter or interfere
+
+
+class Bound:
+    """A producer that keeps the bound call that keeps it."""
+
+    def __init__(self) -> None:
+        self.array = np.ones(3, np.float32)
+        self.call: Any = None
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return CPU
+
+
+def test_a_cycle_through_a_bound_call_is_collected(any_engine):
+    case = Sum(any_engine)
+    for again in (False, True):
+        producer = Bound()
+        operands = {case.a: producer, case.b: producer, case.c: np.zeros(3, np.float32)}
+        producer.call = case.graph.bind(operands)
+        if again:
+            producer.call.update({case.a: producer})
+        gone = weakref.ref(producer)
+        del producer, operands
+        gc.collect()
+        assert gone() is None
+
+
+def test_more_overrides_than_are_remembered(engine):
+    graph = opgraph.pygraph(io_data_type=FLOAT, is_override_shape_enabled=True)
+    dim, live, count = (1, 1, 1, 1, 1, 1, 4, 3), (1, 1, 1, 1, 1, 1, 2, 3), 40
+    inputs = [graph.tensor(dim) for _ in range(count)]
+    total = inputs[0]
+    for each in inputs[1:]:
+        total = graph.add(total, each)
+    total.set_output(True)
+    engine.build(graph)
+    out = Guarded(dim)
+    operands: dict[Any, Any] = dict.fromkeys(inputs, np.ones(dim, np.float32))
+    operands[total] = out.view
+    lists = dict(
+        override_uids=[tensor.uid for tensor in operands],
+        override_shapes=[live] * (count + 1),
+        override_strides=[()] * (count + 1),
+    )
+    for _ in range(3):
+        graph.execute(operands, **lists)
+    graph.bind(operands, **lists)()
+    out.check()
+    assert out.view.ravel().tolist() == [count] * 6 + [-1] * 6
 
 
 class Interrupt(BaseException):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import tracemalloc
 from typing import Any, NamedTuple
 
@@ -9,10 +11,9 @@ import numpy as np
 import pytest
 
 import opgraph
-from opgraph import cudnnGraphNotSupportedError, data_type, diagonal_alignment
-from opgraph.ops import OPS, Math, OutSpec, RefCall, attention_blocks
+from opgraph import _native, cudnnGraphNotSupportedError, data_type, diagonal_alignment
+from opgraph.ops import OPS, Math, OutSpec, RefCall, attention_blocks, threads
 from opgraph.ops.attention import alibi_slopes
-from opgraph.ops.attention_blocks import softmax_block
 
 FLOAT = data_type.FLOAT
 BOTTOM_RIGHT = diagonal_alignment.BOTTOM_RIGHT
@@ -138,16 +139,20 @@ BANDS = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=["as it is", "small blocks", "large products"])
+@pytest.fixture(params=["as it is", "small blocks", "small products", "threads"])
 def blocking(request, monkeypatch):
     """The same numbers must come out however the work is cut."""
-    if request.param == "small blocks":
-        monkeypatch.setattr(attention_blocks, "_BLOCK_BYTES", 400)
-        monkeypatch.setattr(attention_blocks, "_LEAST_ROWS", 2)
-        monkeypatch.setattr(attention_blocks, "_BAND_ROWS", 3)
+    if request.param in ("small blocks", "threads"):
+        for name, value in (("_SCORE_BYTES", 200), ("_RUN_BYTES", 200), ("_ROWS", 3), ("_LEAST_ROWS", 2)):
+            monkeypatch.setattr(attention_blocks, name, value)
+    if request.param == "threads":
+        monkeypatch.setattr(threads, "usable_cores", lambda: 3)
+        monkeypatch.setattr(attention_blocks, "_THREAD_PRODUCTS", 1)
+        monkeypatch.setattr(attention_blocks, "_TASK_BLOCKS", 2)
+    if request.param == "small products":
         monkeypatch.setattr(attention_blocks, "_FEW_ROWS", 2)
-    elif request.param == "large products":
         monkeypatch.setattr(attention_blocks, "_SMALL_PRODUCT", 0)
+        monkeypatch.setattr(attention_blocks, "_piece", lambda area: 4)
 
 
 @pytest.mark.parametrize("band", BANDS)
@@ -333,8 +338,9 @@ def test_memory_is_linear_in_the_sequence():
 # ---- parts
 
 
+@pytest.mark.parametrize("softmax_block", [attention_blocks.softmax_block, _native.softmax_block])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_softmax_block(dtype):
+def test_softmax_block(softmax_block, dtype):
     scores = np.array(
         [[1, 2, 3], [-np.inf, 5, -np.inf], [-np.inf] * 3, [np.nan, 1, 2], [-1e30, 0, 1e4]], dtype
     )
@@ -348,6 +354,42 @@ def test_softmax_block(dtype):
     assert not scores[2].any() and row_sum[2] == 0
     assert np.isnan(scores[3]).all() and np.isnan(row_sum[3])
     assert scores[4].tolist() == [0, 0, 1]
+
+
+class TestThreads:
+    @pytest.fixture(autouse=True)
+    def cores(self, monkeypatch):
+        monkeypatch.setattr(threads, "usable_cores", lambda: 4)
+
+    @pytest.mark.parametrize("count, started", [(-1, 1), (0, 1), (1, 1), (3, 3), (9, 4)])
+    def test_run_together(self, count, started):
+        seen = []
+        threads.run_together(lambda: seen.append(threading.get_ident()), count)
+        assert len(seen) == started and threading.get_ident() in seen
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("opgraph-")]
+
+    @pytest.mark.parametrize("here", [True, False])
+    def test_an_exception_reaches_the_caller(self, here):
+        caller = threading.get_ident()
+
+        def work():
+            if (threading.get_ident() == caller) == here:
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            threads.run_together(work, 2)
+
+
+def test_usable_cores(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    cores = threads.usable_cores()
+    assert 1 <= cores <= (os.cpu_count() or 1)
+    for text, right in (("1", 1), ("4096", cores), ("0", cores), ("many", cores)):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        assert threads.usable_cores() == right
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
+    assert threads.usable_cores() == 1
 
 
 def test_alibi_slopes():

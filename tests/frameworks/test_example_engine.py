@@ -24,7 +24,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each check reported: nothing, or a traceback."""
     for package in ("torch", "jax", "tvm_ffi", "ml_dtypes", "setuptools"):
         pytest.importorskip(package)
-    if shutil.which("c++") is None or shutil.which("ninja") is None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    if shutil.which("c++", path=path) is None or shutil.which("ninja", path=path) is None:
         pytest.skip("tvm-ffi compiles the example with c++ and ninja")
     place = tmp_path_factory.mktemp("example")
     source = shutil.copytree(EXAMPLE, place / "source")  # building leaves files beside the sources
@@ -39,6 +40,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         [sys.executable, "-X", "faulthandler", str(HERE / "example_engine_checks.py")],
         env={
             **os.environ,
+            "PATH": path,
             "PYTHONPATH": os.pathsep.join([str(place / "site"), str(HERE.parent)]),
             "TVM_FFI_CACHE_DIR": str(place / "cache"),
         },

@@ -39,7 +39,8 @@ def check(buffer: Any, array: np.ndarray[Any, Any], dtype: Any = FLOAT32, read_o
     strides = tuple(s // array.itemsize for s in array.strides)
     if 0 not in array.shape:
         assert told["address"] == array.ctypes.data
-        assert told["strides"] == strides
+        used = [i for i, extent in enumerate(array.shape) if extent > 1]
+        assert [told["strides"][i] for i in used] == [strides[i] for i in used]
     assert (told["dims"], told["dtype"], told["device"]) == (array.shape, dtype, (1, 0))
     assert not told["bare_address"]
     assert told["read_only"] == (not array.flags.writeable if read_only is None else read_only)
@@ -52,7 +53,7 @@ def refused(buffer: Any, words: str, error: Any = og.OperandError, dims: Any = (
     with pytest.raises(error, match=words) as caught:
         OneOperand(dims, None, data_type).give(buffer)
     assert "'X' (uid 1)" in str(caught.value)
-    with pytest.raises((TypeError, ValueError, BufferError)):
+    with pytest.raises((TypeError, ValueError, BufferError, RuntimeError)):
         describe(buffer)
     return caught.value
 

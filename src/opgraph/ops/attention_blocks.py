@@ -7,34 +7,46 @@ and a band visits only the columns between its edges. Memory is linear in the se
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import groupby, islice
 from math import gcd
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from .base import Array, number
+from .threads import run_together
 
-    from .base import Array
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["Attention", "softmax_block"]
 
-# What a block works on: scores, queries, keys, values, results. A second level cache has 1 to 2 MiB per core.
-_BLOCK_BYTES = 1 << 20
-# OpenBLAS multiplies up to this m*n*k without packing or threads, at its best where neither operand is
-# transposed; from about 16 rows on, a transposed copy of the keys pays for itself.
+# OpenBLAS multiplies up to this m*n*k without packing and without threads, at its best where neither operand
+# is transposed. Larger products are cut: that is as fast on one core, and does not stall when the others are
+# busy.
 _SMALL_PRODUCT = 1_000_000
+# Rows of a block: enough that a product of that size is nearly square. From _FEW_ROWS on, a transposed copy
+# of the keys pays for itself.
+_ROWS = 120
 _FEW_ROWS = 16
-# A block has at least this many rows, however long the keys are: its products stay products of matrices.
+# The scores that a block works on, next to its keys and values; a second level cache has 1 to 2 MiB per core.
+# However long the keys are, a block has _LEAST_ROWS, so that its products stay products of matrices.
+_SCORE_BYTES = 1 << 19
 _LEAST_ROWS = 64
-# Under a band, rows of a block see each other's columns; short blocks waste fewer of them.
-_BAND_ROWS = 128
+# The scores of a run of batch entries with equal columns.
+_RUN_BYTES = 1 << 18
+# Multiplications that pay for one more thread (half a millisecond), and the blocks it takes at a time.
+_THREAD_PRODUCTS = 30_000_000
+_TASK_BLOCKS = 8
 
 
 def softmax_block(scores: Array, row_max: Array, row_sum: Array) -> None:
     """In place exp(scores - max) of each row; scores [rows, n >= 1] C-contiguous, max and sum [rows] filled.
 
-    A row of -inf alone becomes zeros with max -inf and sum 0. NaN anywhere in a row makes the row NaN.
+    A row of -inf alone becomes zeros with max -inf and sum 0. NaN anywhere in a row makes the row NaN. The
+    native function of this name does the same, faster in float32 and slower in float64.
     """
     np.max(scores, axis=1, out=row_max)
     hidden = row_max == -np.inf
@@ -61,6 +73,7 @@ class Attention:
         "_left",
         "_len_kv",
         "_len_q",
+        "_masked",
         "_out",
         "_padded",
         "_q",
@@ -68,9 +81,9 @@ class Attention:
         "_row_max",
         "_row_sum",
         "_scale",
-        "_scratch",
         "_sink",
         "_slopes",
+        "_softmax",
         "_v",
         "row_max",
         "row_sum",
@@ -115,17 +128,35 @@ class Attention:
         self._len_q = [rows] * batch if len_q is None else len_q
         self._len_kv = [keys] * batch if len_kv is None else len_kv
         self._bottom_right, self._left, self._right = bottom_right, left, right
+        self._masked = bias is not None or slopes is not None or left is not None or right is not None
         self.row_max: Array = np.full((batch, heads, rows), -np.inf, q.dtype)
         self.row_sum: Array = np.zeros((batch, heads, rows), q.dtype)
         self._row_max = self.row_max.reshape(batch, units, group, rows)
         self._row_sum = self.row_sum.reshape(batch, units, group, rows)
-        self._scratch = _Scratch(q.dtype)
+        self._softmax: Callable[[Array, Array, Array], None] = softmax_block
+        if q.dtype == np.float32:
+            from .. import _native  # here, so that the operators can be described without the native module
+
+            self._softmax = _native.softmax_block
 
     def run(self) -> None:
-        """Computes `out`, `row_max` and `row_sum`."""
-        with np.errstate(all="ignore"):
-            for block in self._blocks():
-                self._compute(*block)
+        """Computes `out`, `row_max` and `row_sum`, on several threads where the work is worth it."""
+        tasks = deque(self._tasks())
+
+        def work() -> None:
+            scratch = _Scratch(self._q.dtype)
+            with np.errstate(all="ignore"):
+                while tasks:
+                    try:
+                        task = tasks.popleft()
+                    except IndexError:  # another thread was faster
+                        return
+                    for block in task:
+                        self._compute(scratch, *block)
+
+        pairs = sum(a * b for a, b in zip(self._len_q, self._len_kv, strict=True))
+        products = pairs * self._out.shape[1] * self._out.shape[2] * (self._q.shape[4] + self._out.shape[4])
+        run_together(work, min(products // _THREAD_PRODUCTS, len(tasks)))
         if self._padded:
             for b, valid in enumerate(self._len_q):
                 if valid < self._q.shape[3]:
@@ -133,37 +164,42 @@ class Attention:
                     self._row_max[b, :, :, valid:] = -np.inf
                     self._row_sum[b, :, :, valid:] = 0
 
+    def _tasks(self) -> Iterator[list[tuple[int, int, int, int, int, int]]]:
+        """The blocks in shares for a thread: a few of the same heads, whose keys are copied once."""
+        for _, blocks in groupby(self._blocks(), itemgetter(0, 2)):
+            while task := list(islice(blocks, _TASK_BLOCKS)):
+                yield task
+
     def _blocks(self) -> Iterator[tuple[int, int, int, int, int, int]]:
         """(first and last batch entry, unit, row) of each block; only whole entries share a block."""
         batch, units, group, rows, channels = self._q.shape
         keys, width = self._k.shape[2], self._v.shape[3]
-        budget = _BLOCK_BYTES // self._q.itemsize
-        if units * group * rows * keys <= budget and group * rows * keys * channels <= _SMALL_PRODUCT:
-            step = _even(batch, budget // max(2 * units * group * rows * width, 1))
+        budget = _SCORE_BYTES // self._q.itemsize
+        widest = max(channels, width, 1)
+        if units * group * rows * keys <= 2 * budget and group * rows * keys * widest <= _SMALL_PRODUCT:
+            step = _even(batch, budget // max(units * group * rows * width, 1))
             for b in range(0, batch, step):
                 yield b, min(b + step, batch), 0, units, 0, rows
             return
-        banded = self._left is not None or self._right is not None
-        width += channels
         for b in range(batch):
-            rows, keys = self._len_q[b], self._len_kv[b]
-            most = max((budget - keys * width) // (group * (keys + width) or 1), -(-_LEAST_ROWS // group))
-            tall = _even(rows, min(most, _BAND_ROWS) if banded else most)
-            step = _even(units, budget // max(group * tall * (keys + width) + keys * width, 1))
+            rows, keys = self._len_q[b], max(self._len_kv[b], 1)
+            tall = max(min(_ROWS, budget // keys), _LEAST_ROWS)
+            if self._left is None and self._right is None:
+                tall = max(tall, _SMALL_PRODUCT // (keys * widest))
+            tall = _even(rows, max(tall // group, 1))
+            step = _even(units, budget // (group * tall * keys))
             for u in range(0, units, step):
                 for i in range(0, rows, tall):
                     yield b, b + 1, u, min(u + step, units), i, min(i + tall, rows)
 
-    def _compute(self, b0: int, b1: int, u0: int, u1: int, i0: int, i1: int) -> None:
+    def _compute(self, scratch: _Scratch, b0: int, b1: int, u0: int, u1: int, i0: int, i1: int) -> None:
         """One block: rows i0 to i1 of the units u0 to u1 of the batch entries b0 to b1."""
         part = (slice(b0, b1), slice(u0, u1), slice(None), slice(i0, i1))
         q, out = self._q[part], self._out[part]
         entries, units, group, rows, channels = q.shape
         tall = group * rows
-        take = self._scratch.take
-        spans = [self._columns(b, i0, i1) for b in range(b0, b1)]
-        longest = max(last - first for first, last in spans)
-        copy_keys = tall >= _FEW_ROWS and tall * longest * channels <= _SMALL_PRODUCT
+        take = scratch.take
+        copy_keys = self._q.shape[3] * group >= _FEW_ROWS
         if copy_keys and group == 1:
             queries = q[:, :, 0]  # the scale goes to the copy of the keys
         else:
@@ -172,55 +208,82 @@ class Attention:
             queries = scaled.reshape(entries, units, tall, channels)
         row_max, row_sum = take("max", (entries, units * tall)), take("sum", (entries, units * tall))
         result = take("out", (entries, units, tall, out.shape[-1]))
-        for entry, (first, last) in enumerate(spans):
-            if first >= last:
-                row_max[entry], row_sum[entry], result[entry] = -np.inf, 0, 0
+        spans = [self._columns(b, i0, i1) for b in range(b0, b1)]
+        most = max(_RUN_BYTES // max(units * tall * self._k.shape[2] * q.itemsize, 1), 1)
+        for e0, e1 in _runs(spans, most):
+            first, last, delta = spans[e0]
+            columns = last - first
+            if not columns:
+                row_max[e0:e1], row_sum[e0:e1], result[e0:e1] = -np.inf, 0, 0
                 continue
-            b = b0 + entry
-            keys = self._k[b, u0:u1, first:last].swapaxes(1, 2)
-            if copy_keys:
-                keys = np.multiply(keys, self._scale, out=take("keys", keys.shape))
-            scores = take("scores", (units, tall, last - first))
-            np.matmul(queries[entry], keys, out=scores)
-            self._mask(scores.reshape(units, group, rows, last - first), b, slice(u0, u1), i0, first)
-            softmax_block(scores.reshape(units * tall, last - first), row_max[entry], row_sum[entry])
-            np.matmul(scores, self._v[b, u0:u1, first:last], out=result[entry])
+            run = slice(b0 + e0, b0 + e1)
+            scores = take("scores", (e1 - e0, units, tall, columns))
+            _product(queries[e0:e1], self._keys(scratch, run, part[1], first, last, copy_keys), scores)
+            if self._masked:
+                grid = scores.reshape(e1 - e0, units, group, rows, columns)
+                self._mask(scratch, grid, (run, part[1]), i0, first, delta)
+            flat = scores.reshape(-1, columns)
+            self._softmax(flat, row_max[e0:e1].reshape(-1), row_sum[e0:e1].reshape(-1))
+            _weigh(scratch, scores, self._v[run, u0:u1, first:last], result[e0:e1])
         shape = (entries, units, group, rows)
         weight = self._finish(row_max.reshape(shape), row_sum.reshape(shape), part)
         np.multiply(result.reshape(out.shape), weight[..., None], out=out)
 
-    def _columns(self, b: int, i0: int, i1: int) -> tuple[int, int]:
-        """First and last + 1 of the columns that any of the rows i0 to i1 keeps."""
+    def _keys(self, scratch: _Scratch, run: slice, units: slice, first: int, last: int, copy: bool) -> Array:
+        """Keys first to last as [entries, units, channels, keys]; `copy`: dense and scaled.
+
+        The copy of one batch entry has all its valid keys and serves every block of rows.
+        """
+        if not copy:
+            return self._k[run, units, first:last].swapaxes(2, 3)
+        if run.stop - run.start > 1:
+            scratch.copied = (-1, -1)
+            keys = self._k[run, units, first:last].swapaxes(2, 3)
+            return np.multiply(keys, self._scale, out=scratch.take("keys", keys.shape))
+        keys = self._k[run, units, : self._len_kv[run.start]].swapaxes(2, 3)
+        dense = scratch.take("keys", keys.shape)
+        if scratch.copied != (run.start, units.start):
+            scratch.copied = (run.start, units.start)
+            np.multiply(keys, self._scale, out=dense)
+        return dense[..., first:last]
+
+    def _columns(self, b: int, i0: int, i1: int) -> tuple[int, int, int]:
+        """First and last + 1 of the columns that a row from i0 to i1 keeps, and the diagonal's offset."""
         first, last = 0, self._len_kv[b]
-        delta = self._delta(b)
+        delta = last - self._len_q[b] if self._bottom_right else 0
         if self._right is not None:
             last = min(last, i1 + delta + self._right)
         if self._left is not None:
             first = max(first, i0 + delta - self._left + 1)
-        return first, max(first, last)
+        return first, max(first, last), delta
 
-    def _delta(self, b: int) -> int:
-        return self._len_kv[b] - self._len_q[b] if self._bottom_right else 0
-
-    def _mask(self, scores: Array, b: int, heads: slice, i0: int, first: int) -> None:
-        """Bias, ALiBi and the band on scores [units, group, rows, columns] whose corner is (i0, first)."""
-        rows, columns = scores.shape[2:]
+    def _mask(
+        self,
+        scratch: _Scratch,
+        scores: Array,
+        heads: tuple[slice, slice],
+        i0: int,
+        first: int,
+        delta: int,
+    ) -> None:
+        """Bias, ALiBi and band on scores [entries, units, group, rows, columns] from (i0, first) on."""
+        rows, columns = scores.shape[3:]
         i1, last = i0 + rows, first + columns
         if self._bias is not None:
-            np.add(scores, self._bias[b, heads, :, i0:i1, first:last], out=scores)
+            np.add(scores, self._bias[(*heads, slice(None), slice(i0, i1), slice(first, last))], out=scores)
         if self._slopes is not None:
             distance = np.arange(first, last) - np.arange(i0, i1)[:, None]
-            term = self._scratch.take("alibi", scores.shape)
-            np.multiply(self._slopes[heads], distance.astype(scores.dtype), out=term)
+            term = scratch.take("alibi", scores.shape)
+            np.multiply(self._slopes[heads[1]], distance.astype(scores.dtype), out=term)
             np.add(scores, term, out=scores)
         if self._right is not None:
-            edge = self._delta(b) + self._right  # row i keeps columns up to i + edge
+            edge = delta + self._right  # row i keeps columns up to i + edge
             start = max(i0 + edge + 1, first)
             if start < last:
                 hidden = np.arange(start, last) > np.arange(i0, i1)[:, None] + edge
                 np.copyto(scores[..., start - first :], -np.inf, where=hidden)
         if self._left is not None:
-            edge = self._delta(b) - self._left  # row i keeps columns from i + edge + 1
+            edge = delta - self._left  # row i keeps columns from i + edge + 1
             stop = min(i1 + edge, last)
             if stop > first:
                 hidden = np.arange(first, stop) <= np.arange(i0, i1)[:, None] + edge
@@ -242,24 +305,62 @@ class Attention:
         return np.divide(kept, total, out=kept)
 
 
-class _Scratch:
-    """Arrays that are used again by every block of a call; a larger one replaces a smaller one."""
+def _product(queries: Array, keys: Array, out: Array) -> None:
+    """out = queries @ keys, in pieces of columns that keep each product small."""
+    piece = _piece(queries.shape[2] * queries.shape[3])
+    for start in range(0, keys.shape[3], piece):
+        np.matmul(queries, keys[..., start : start + piece], out=out[..., start : start + piece])
 
-    __slots__ = ("_dtype", "_flat")
+
+def _weigh(scratch: _Scratch, scores: Array, values: Array, out: Array) -> None:
+    """out = scores @ values, in pieces of columns that keep each product small."""
+    piece = _piece(scores.shape[2] * values.shape[3])
+    np.matmul(scores[..., :piece], values[:, :, :piece], out=out)
+    for start in range(piece, scores.shape[3], piece):
+        term = scratch.take("term", out.shape)
+        np.matmul(scores[..., start : start + piece], values[:, :, start : start + piece], out=term)
+        np.add(out, term, out=out)
+
+
+def _piece(area: int) -> int:
+    """How many columns make a small product with an operand of so many elements; whole vectors of 16."""
+    return max(_SMALL_PRODUCT // max(area, 1) & -16, 16)
+
+
+class _Scratch:
+    """Arrays that every block of a thread uses again; a larger one replaces a smaller one.
+
+    `copied`: batch entry and first unit whose keys it holds.
+    """
+
+    __slots__ = ("_dtype", "_flat", "_views", "copied")
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
         self._flat: dict[str, Array] = {}
+        self._views: dict[tuple[str, tuple[int, ...]], Array] = {}
+        self.copied = (-1, -1)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Array:
         """The array of this name, C-contiguous, with whatever it holds."""
-        size = 1
-        for extent in shape:
-            size *= extent
-        flat = self._flat.get(name)
-        if flat is None or flat.size < size:
-            flat = self._flat[name] = np.empty(size, self._dtype)
-        return flat[:size].reshape(shape)
+        view = self._views.get((name, shape))
+        if view is None:
+            size = number(shape)
+            flat = self._flat.get(name)
+            if flat is None or flat.size < size:
+                flat = self._flat[name] = np.empty(size, self._dtype)
+                self._views = {key: old for key, old in self._views.items() if key[0] != name}
+            view = self._views[name, shape] = flat[:size].reshape(shape)
+        return view
+
+
+def _runs(spans: Sequence[Any], most: int) -> Iterator[tuple[int, int]]:
+    """First and last + 1 of the stretches of at most `most` equal items."""
+    start = 0
+    for i in range(1, len(spans) + 1):
+        if i == len(spans) or spans[i] != spans[start] or i - start == most:
+            yield start, i
+            start = i
 
 
 def _even(total: int, most: int) -> int:

@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# NumPy adds pairwise along the axis of smallest stride and one by one along others. From this many float32 terms in
-# turn on, whose rounding may all go one way, a sum is accumulated in float64: 512 of them stay within 2e-6 of it.
+# NumPy adds pairwise along the axis of smallest stride and one by one along others. From this many float32
+# terms in turn on, whose rounding may all go one way, a sum is accumulated in float64: 512 of them stay
+# within 2e-6 of it.
 ADDED_IN_TURN = 512
 
 __all__ = [
     "ADDED_IN_TURN",
     "Array",
+    "ContentsError",
     "GraphOps",
     "Math",
     "OpDef",
@@ -70,10 +72,11 @@ class OpDef:
     well-formed one that is not offered. It is called on nodes of a graph, and on light copies with the live
     geometry of a call. `reference(call)` computes the outputs with NumPy. `alias_view`: the result may share
     memory with an input. `optional_outputs`: ports that stay operands of `execute` when they are left
-    virtual.
+    virtual. `check(params, inputs)` raises `ContentsError` for lengths, offsets or indices in the arrays of
+    some of the input ports that do not fit; engines that see the contents call it before anything is written.
     """
 
-    __slots__ = ("_alias_view", "_infer", "_name", "_node_type", "_optional_outputs", "_reference")
+    __slots__ = ("_alias_view", "_check", "_infer", "_name", "_node_type", "_optional_outputs", "_reference")
 
     def __init__(
         self,
@@ -83,6 +86,7 @@ class OpDef:
         reference: Callable[[RefCall], dict[str, Array]],
         alias_view: bool = False,
         optional_outputs: tuple[str, ...] = (),
+        check: Callable[[Mapping[str, Any], Mapping[str, Array]], None] | None = None,
     ) -> None:
         self._name = name
         self._node_type = node_type
@@ -90,6 +94,7 @@ class OpDef:
         self._reference = reference
         self._alias_view = alias_view
         self._optional_outputs = optional_outputs
+        self._check = check
 
     if TYPE_CHECKING:
 
@@ -105,6 +110,8 @@ class OpDef:
         def alias_view(self) -> bool: ...
         @property
         def optional_outputs(self) -> tuple[str, ...]: ...
+        @property
+        def check(self) -> Callable[[Mapping[str, Any], Mapping[str, Array]], None] | None: ...
     else:
         name = property(attrgetter("_name"))
         node_type = property(attrgetter("_node_type"))
@@ -112,12 +119,24 @@ class OpDef:
         reference = property(attrgetter("_reference"))
         alias_view = property(attrgetter("_alias_view"))
         optional_outputs = property(attrgetter("_optional_outputs"))
+        check = property(attrgetter("_check"))
 
     def __repr__(self) -> str:
         return f"<OpDef {self._name!r} {self._node_type}>"
 
 
 # -- references ----------------------------------------------------------------------------------------------
+
+
+class ContentsError(ValueError):
+    """What an operand holds does not fit: `port`, `rule`, `expected` and `given`. The engine names the tensor."""
+
+    def __init__(self, port: str, rule: str, expected: Any, given: Any) -> None:
+        super().__init__(explain(port, rule, expected=expected, given=given))
+        self.port = port
+        self.rule = rule
+        self.expected = expected
+        self.given = given
 
 
 class OutSpec:

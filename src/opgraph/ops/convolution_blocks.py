@@ -25,6 +25,8 @@ __all__ = ["dgrad_reference", "fprop_reference", "wgrad_reference"]
 
 # Elements of a block's matrix: 8 MiB of float32. A longer one makes the product no faster.
 _BLOCK = 1 << 21
+# Elements of a block where no matrix is made: 256 KiB of float32, so that the passes over it hit the cache.
+_SMALL_BLOCK = 1 << 16
 # Fewer channels in a group than this do not fill a vector register: then positions go innermost.
 _CHANNELS = 8
 
@@ -49,16 +51,24 @@ class _Sizes:
         self.dilation = params["dilation"]
         self.flip = params["convolution_mode"] is convolution_mode.CONVOLUTION
 
+    @property
+    def depthwise(self) -> bool:
+        """One channel for each of several groups: worked on tap by tap, as products would be tiny."""
+        return self.c == 1 and self.groups > 1
+
     def flipped(self, filter: Array) -> Array:
         """The filter as a cross correlation uses it, and back."""
         backwards: Any = (..., *(slice(None, None, -1),) * len(self.taps))
         return filter[backwards] if self.flip else filter
 
     def blocks(self) -> Iterator[tuple[slice, ...]]:
-        """Ranges of images and positions whose matrix of windows stays within the bound."""
+        """Ranges of images and positions whose matrices of windows and responses stay within the bound."""
         shape = (self.n, *self.positions)
-        per_position = max(self.groups * self.c * number(self.taps), 1)
-        return blocks(shape, range(len(shape)), max(_BLOCK // per_position, 1))
+        if self.depthwise:
+            limit, per_position = _SMALL_BLOCK, self.groups * max(self.k, 1)
+        else:
+            limit, per_position = _BLOCK, self.groups * max(self.c * number(self.taps), self.k)
+        return blocks(shape, range(len(shape)), max(limit // max(per_position, 1), 1))
 
     def taken(self, tap: Sequence[int], block: Sequence[slice]) -> tuple[list[slice], list[slice]]:
         """Where a tap meets the image: (spatial index of the image, spatial index within the block)."""
@@ -182,7 +192,7 @@ def fprop_reference(call: RefCall) -> dict[str, Array]:
     rank = len(sizes.taps)
     positions, taps = _axes(rank)
     with np.errstate(all="ignore"):
-        if sizes.c == 1 and sizes.groups > 1:
+        if sizes.depthwise:
             for block in sizes.blocks():
                 windows = _windows(x, sizes, block, numbers)
                 _depthwise(windows, weights, responses[_of_groups(block)])
@@ -205,20 +215,32 @@ def fprop_reference(call: RefCall) -> dict[str, Array]:
     return {"Y": y}
 
 
-def _depthwise(windows: Array, weights: Array, out: Array) -> None:
-    """One channel for each group: a sum over taps of whole blocks, which is faster than tiny products.
+def _factor(weights: Array, tap: Sequence[int], rank: int) -> Array:
+    """[groups, k, 1, ..]: the weights [groups, k, 1, *taps] of one tap."""
+    return _last(weights, (0, *tap)).reshape(*weights.shape[:2], *(1,) * rank)
 
-    windows [n, groups, 1, *positions, *taps], weights [groups, k, 1, *taps], out [n, groups, k, *positions].
-    """
+
+def _depthwise(windows: Array, weights: Array, out: Array) -> None:
+    """Fills out [n, groups, k, *positions] from windows [n, groups, 1, *positions, *taps]."""
     rank = out.ndim - 3
     total = np.empty_like(out)
     term = np.empty_like(out)
     for place, tap in enumerate(product(*map(range, weights.shape[3:]))):
-        factor = _last(weights, (0, *tap)).reshape(*weights.shape[:2], *(1,) * rank)
+        factor = _factor(weights, tap, rank)
         np.multiply(_last(windows, tap), factor, out=term if place else total)
         if place:
             np.add(total, term, out=total)
     np.copyto(out, total)
+
+
+def _depthwise_gradient(losses: Array, weights: Array, image: Array, sizes: _Sizes, block: Any) -> None:
+    """Adds what losses [n, groups, k, *positions] of a block give to image [n, groups, 1, *x]."""
+    rank = losses.ndim - 3
+    for tap in product(*map(range, sizes.taps)):
+        places, positions = sizes.taken(tap, block)
+        term = _last(losses, positions) * _factor(weights, tap, rank)
+        target = image[_of_groups((block[0], *places))]
+        np.add(target, term if sizes.k == 1 else term.sum(axis=2, keepdims=True), out=target)
 
 
 def dgrad_reference(call: RefCall) -> dict[str, Array]:
@@ -231,12 +253,16 @@ def dgrad_reference(call: RefCall) -> dict[str, Array]:
     weights = numbers(sizes.flipped(weight)).reshape(sizes.groups, sizes.k, sizes.c, *sizes.taps)
     losses, image = _grouped(loss, sizes.groups), _grouped(dx, sizes.groups)
     rank = len(sizes.taps)
-    inner = _channels_innermost(dx, sizes)
-    if inner:
-        filters = _matrix(weights, (0,), (1,), (*range(3, 3 + rank), 2))
-    else:
-        filters = _matrix(weights, (0,), range(2, 3 + rank), (1,))
     with np.errstate(all="ignore"):
+        if sizes.depthwise:
+            for block in sizes.blocks():
+                _depthwise_gradient(numbers(losses[_of_groups(block)]), weights, image, sizes, block)
+            return {"DX": dx}
+        inner = _channels_innermost(dx, sizes)
+        if inner:
+            filters = _matrix(weights, (0,), (1,), (*range(3, 3 + rank), 2))
+        else:
+            filters = _matrix(weights, (0,), range(2, 3 + rank), (1,))
         for block in sizes.blocks():
             part = numbers(losses[_of_groups(block)])
             extents = (part.shape[0], *part.shape[3:])

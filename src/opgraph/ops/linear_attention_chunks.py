@@ -20,7 +20,7 @@ import numpy as np
 
 from .linear_attention_decay import ChannelDecay, ScalarDecay, product, unit_lower_inverse
 from .linear_attention_math import Gate, Operands, Place, Rows, Sink, add_up, first_rows
-from .linear_attention_steps import final_slopes, finish, finish_slopes, start_states
+from .linear_attention_steps import final_slopes, finish, finish_slopes, heads_joined, start_states
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -58,10 +58,10 @@ class _Tile:
 class _Group:
     """Sequences that are worked on together, most chunks first, and their chunks."""
 
-    __slots__ = ("sequences", "tiles")
+    __slots__ = ("rows", "sequences", "tiles")
 
     def __init__(self, operands: Operands, sequences: Sequence[int], cuts: Sequence[tuple[Array, Array]], rows: int) -> None:
-        self.sequences = sequences
+        self.sequences, self.rows = sequences, rows
         self.tiles: list[_Tile] = []
         starts = np.array([operands.cu[n] for n in sequences], np.int64)
         steps = [len(offsets) for offsets, _ in cuts]
@@ -86,7 +86,7 @@ def _chunks_of_a_tile(operands: Operands, rows: int) -> int:
 
 def _groups(operands: Operands, sequences: Sequence[int]) -> Iterator[_Group]:
     """The sequences cut into chunks that start anew at every checkpoint."""
-    every = operands.params["checkpoint_every_n_tokens"]
+    every = operands.params.get("checkpoint_every_n_tokens", 0)
     rows = _CHUNK
     while every and rows > _SHORTEST_CHUNK and every <= rows // 2:
         rows //= 2
@@ -212,8 +212,7 @@ def _checkpoint_rows(operands: Operands, sequences: Sequence[int], offsets: Arra
 
 def _put_checkpoints(operands: Operands, sequences: Sequence[int], offsets: Array, states: Array, sink: Sink) -> None:
     here, rows = _checkpoint_rows(operands, sequences, offsets)
-    found = states.swapaxes(-1, -2)[here]
-    sink.put(rows, found.reshape(len(found), -1, *found.shape[-2:]))
+    sink.put(rows, heads_joined(states.swapaxes(-1, -2)[here]))
 
 
 def backward(operands: Operands, sinks: Mapping[str, Sink]) -> Gate:
@@ -243,7 +242,8 @@ def _states_of_tiles(operands: Operands, gate: Gate, group: _Group) -> list[Arra
     every = operands.params["checkpoint_every_n_tokens"] if "state_checkpoints" in operands.inputs else 0
     for tile in group.tiles:
         active = states[: tile.offsets.shape[1]]
-        if every and not (tile.offsets % every).any():
+        if 0 < every <= group.rows:
+            # Every chunk starts at a checkpoint.
             _, rows = _checkpoint_rows(operands, group.sequences, tile.offsets)
             stored = operands.states("state_checkpoints", rows)
             found.append(_turned(stored.reshape(*tile.offsets.shape, *stored.shape[1:])))

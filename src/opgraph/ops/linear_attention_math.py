@@ -266,6 +266,8 @@ class Rows:
         self.w = operands.read("w", place) if "w" in inputs else beta
         if place.padding is not None:
             place.tokens_first(self.log)[place.padding] = 0
+            assert self._free is not None
+            place.tokens_first(self._free)[place.padding] = False
 
     def fold(self, sinks: Mapping[str, Sink], dq: Array, dk: Array, de: Array, dx: Array, dlog: Array) -> None:
         """Stores the gradients of the ports.

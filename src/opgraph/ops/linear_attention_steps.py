@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from .base import Array
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "final_slopes", "finish", "finish_slopes", "forward", "heads_joined", "start_states"]
 
 # Tokens whose operands are read together.
 _BLOCK = 64
@@ -39,7 +39,7 @@ def forward(operands: Operands, sequences: Sequence[int], sinks: Mapping[str, Si
                 active = states[: place.shape[1]]
                 if every and (first + step) % every == 0:
                     at = [checkpoint_rows[n] + (first + step) // every for n in group[: len(active)]]
-                    sinks["state_checkpoints"].put(at, _heads_joined(active))
+                    sinks["state_checkpoints"].put(at, heads_joined(active))
                 _advance(active, rows, step, operands.V)
                 if out is not None:
                     np.matmul(active, rows.q[step][..., None], out=out[step][..., None])
@@ -63,7 +63,7 @@ def start_states(operands: Operands, group: Sequence[int], transition: bool) -> 
 
 def finish(operands: Operands, group: Sequence[int], states: Array, sinks: Mapping[str, Sink]) -> None:
     """Stores the states after the last tokens."""
-    inputs, joined = operands.inputs, _heads_joined(states)
+    inputs, joined = operands.inputs, heads_joined(states)
     if "final_state" in sinks:
         rows = inputs["state_indices"][list(group)] if "state_indices" in inputs else list(group)
         sinks["final_state"].put(rows, joined[:, :, : operands.V])
@@ -71,8 +71,9 @@ def finish(operands: Operands, group: Sequence[int], states: Array, sinks: Mappi
         sinks["transition"].put(list(group), joined[:, :, operands.V :])
 
 
-def _heads_joined(states: Array) -> Array:
-    return states.reshape(len(states), -1, *states.shape[3:])
+def heads_joined(states: Array) -> Array:
+    """`[n, S, G, ..]` as `[n, HO, ..]`."""
+    return states.reshape(len(states), states.shape[1] * states.shape[2], *states.shape[3:])
 
 
 def _advance(states: Array, rows: Rows, step: int, width: int) -> Array:
@@ -149,7 +150,7 @@ def final_slopes(operands: Operands, group: Sequence[int], transition: bool) -> 
 
 def finish_slopes(operands: Operands, group: Sequence[int], slopes: Array, sinks: Mapping[str, Sink]) -> None:
     """Stores the gradients of the states before the first tokens."""
-    joined = _heads_joined(slopes)
+    joined = heads_joined(slopes)
     if "d_initial_state" in sinks:
         sinks["d_initial_state"].put(list(group), joined[:, :, : operands.V])
     if "transition" in sinks:

@@ -338,8 +338,8 @@ def _reduced_axes(dim: Sequence[int], statistic: Sequence[int]) -> tuple[int, ..
 
 # -- reference -----------------------------------------------------------------------------------------------
 
-# From a mean of this many standard deviations on, layer normalisation takes the mean off in two steps: the rounding of
-# a float32 mean is 2**-24 of it, which 16 deviations raise to 1e-6 of the result.
+# From a mean of this many standard deviations on, layer normalisation takes the mean off in two steps: the
+# rounding of a float32 mean is 2**-24 of it, which 16 deviations raise to 1e-6 of the result.
 _FAR_FROM_ZERO = 16
 
 # Rows are worked on in blocks of this many bytes, so that the passes over a block find it in the cache.

@@ -464,10 +464,10 @@ RULES: dict[str, tuple[str, Callable[[Where, Facts], str], Callable[[Where, Fact
         "pass a handle of the plan's device",
     ),
     "scalar": (
-        "the value does not convert exactly",
+        "a pass-by-value operand holds one element",
         _declared_scalar,
-        _given_type,
-        "pass a value that the declared data type holds",
+        _given_layout,
+        "pass a Python number, a NumPy scalar or an array of one element",
     ),
 }
 

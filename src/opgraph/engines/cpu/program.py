@@ -12,8 +12,8 @@ import numpy as np
 
 from opgraph.engines.cpu.storage import Plain, storage_of
 from opgraph.ir.datatypes import numpy_dtype, round_to, scalar_bytes
-from opgraph.ir.errors import tensor_label
-from opgraph.ops.base import Math, OutSpec, RefCall
+from opgraph.ir.errors import OperandError, explain, node_label, tensor_label
+from opgraph.ops.base import ContentsError, Math, OutSpec, RefCall
 
 if TYPE_CHECKING:
     from opgraph.ir.program import GraphSpec, NodeSpec, TensorSpec
@@ -46,7 +46,20 @@ class _Step:
     """One node. `drops`: registers whose last reader it is. `owns`: its results may not share an input's
     memory."""
 
-    __slots__ = ("drops", "inputs", "math", "outputs", "owns", "params", "ports", "reference", "strides")
+    __slots__ = (
+        "check",
+        "drops",
+        "inputs",
+        "label",
+        "math",
+        "outputs",
+        "owns",
+        "params",
+        "ports",
+        "reference",
+        "strides",
+        "tensors",
+    )
 
     def __init__(
         self,
@@ -55,8 +68,12 @@ class _Step:
         outputs: tuple[_Output, ...],
         math: Math,
         strides: dict[str, tuple[int, ...]],
+        tensors: dict[str, TensorSpec],
     ) -> None:
         self.reference = node.definition.reference  # type: ignore[attr-defined]
+        self.check = node.definition.check  # type: ignore[attr-defined]
+        self.label = node_label(node)
+        self.tensors = tensors
         self.params = node.params
         self.inputs = inputs
         self.outputs = outputs
@@ -71,11 +88,33 @@ class _Step:
         self.owns = len(outputs) > 1 or (kept and not declared)
         self.drops: tuple[int, ...] = ()
 
+    def check_operands(self, values: list[Any]) -> None:
+        """Refuses lengths, offsets and indices that do not fit, in inputs that no node computes."""
+        held = {port: values[register] for port, register in self.inputs if not self.tensors[port].is_output}
+        try:
+            self.check(self.params, held)
+        except ContentsError as error:
+            raise self.refusal(error) from None
+
+    def refusal(self, error: ContentsError) -> OperandError:
+        """The error with the tensor's name."""
+        tensor = self.tensors[error.port]
+        where = f"{self.label}, {tensor_label(tensor)}"
+        return OperandError(
+            explain(where, error.rule, expected=error.expected, given=error.given),
+            tensor=tensor.name,
+            uid=tensor.uid,
+            rule="contents",
+            declared=error.expected,
+            given=error.given,
+            next_step="pass contents that fit the other operands",
+        )
+
 
 class Program:
     """The steps of one graph. Immutable; `run` keeps everything of a call in its own list."""
 
-    __slots__ = ("_loads", "_registers", "_steps", "inplace")
+    __slots__ = ("_checked", "_loads", "_registers", "_steps", "inplace")
 
     def __init__(
         self,
@@ -87,6 +126,7 @@ class Program:
         self._registers = registers
         self._loads = loads
         self._steps = steps
+        self._checked = tuple(step for step in steps if step.check is not None)
         self.inplace = inplace
 
     def run(self, pack: Any) -> None:
@@ -96,6 +136,8 @@ class Program:
         with np.errstate(all="ignore"):
             for index, storage in self._loads:
                 values[index] = storage.load(pack[index], values)
+            for step in self._checked:
+                step.check_operands(values)
             for step in self._steps:
                 arrays = {port: values[register] for port, register in step.inputs}
                 targets = {}
@@ -104,7 +146,10 @@ class Program:
                 strides = step.strides
                 if geometry is not None:
                     strides = {port: geometry[uid][1] for port, uid in step.ports.items()}
-                results = step.reference(RefCall(step.params, arrays, targets, step.math, strides))
+                try:
+                    results = step.reference(RefCall(step.params, arrays, targets, step.math, strides))
+                except ContentsError as error:
+                    raise step.refusal(error) from None
                 if step.owns:
                     _own(results, arrays, targets, len(step.outputs) > 1)
                 for out in step.outputs:
@@ -193,7 +238,8 @@ def compile_program(spec: GraphSpec, *, precise: bool) -> Program:
         )
         ports = {**node.inputs, **node.outputs}
         strides = {port: spec.tensors[uid].stride for port, uid in ports.items()}
-        step = _Step(node, inputs, outputs, Math(node.compute_data_type, precise), strides)
+        named = {port: spec.tensors[uid] for port, uid in node.inputs.items()}
+        step = _Step(node, inputs, outputs, Math(node.compute_data_type, precise), strides, named)
         read_here = {*node.inputs.values(), *node.outputs.values()}
         step.drops = tuple(
             sorted(
