@@ -31,7 +31,7 @@ class Engine:
         self.computes = name != "null"
 
     def build(self, graph: opgraph.pygraph) -> opgraph.pygraph:
-        graph.build(engine=self.name, knobs=self.knobs)
+        graph.build(engine=self.name, knobs=self.knobs, device="cpu")
         return graph
 
     def __repr__(self) -> str:

@@ -448,7 +448,7 @@ c = g.add(a, b).set_output(True)
 out = np.zeros(3, np.float32)
 for knobs in ({{"precision": "native"}}, {{"precision": "float64"}}):
     twin = g.copy()
-    twin.build(engine="cpu", knobs=knobs)
+    twin.build(engine="cpu", knobs=knobs, device="cpu")
     twin.execute({{a.uid: np.ones(3, np.float32), b.uid: np.ones(3, np.float32), c.uid: out}})
     assert out.tolist() == [2, 2, 2]
 assert not set(sys.modules) & {packages!r}, set(sys.modules) & {packages!r}

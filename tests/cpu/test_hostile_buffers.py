@@ -300,7 +300,7 @@ class TestProducersThatMisbehave:
         graph = opgraph.pygraph(io_data_type=FLOAT)
         a = graph.tensor((3,), name="A")
         c = graph.add(a, a).set_output(True)
-        graph.build()
+        graph.build(device="cpu")
         out = Guarded((3,))
 
         def hook() -> None:

@@ -182,14 +182,15 @@ class Operands:
     """
 
     __slots__ = (
-        "N", "T", "V", "K", "channel_beta", "channel_gate", "cu", "dtype", "heads", "inputs", "params", "scale",
+        "K", "N", "V", "channel_beta", "channel_gate", "cu", "dtype", "heads", "inputs", "lengths", "params", "scale",
     )  # fmt: skip
 
     def __init__(self, call: RefCall, dtype: np.dtype[Any]) -> None:
         self.params, self.inputs, self.dtype = call.params, call.inputs, dtype
         inputs = self.inputs
         self.cu: list[int] = inputs["cu_seqlens"].tolist()
-        self.N, self.T = len(self.cu) - 1, inputs["k"].shape[0]
+        self.lengths = [hi - lo for lo, hi in zip(self.cu, self.cu[1:], strict=False)]
+        self.N = len(self.lengths)
         self.K = inputs["k"].shape[2]
         self.V = inputs["v" if "v" in inputs else "dO"].shape[2]
         out_heads = inputs["g"].shape[1]
@@ -199,11 +200,6 @@ class Operands:
         self.channel_beta = inputs["beta"].ndim == 3
         scale = self.params.get("scale")
         self.scale = scale if scale is not None else (self.K**-0.5 if self.K else 1.0)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
-        return [hi - lo for lo, hi in zip(self.cu, self.cu[1:], strict=False)]
 
     def load(self, array: Array) -> Array:
         """A copy in the dtype of the computation, C-contiguous."""

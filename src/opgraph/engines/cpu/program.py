@@ -114,7 +114,7 @@ class _Step:
 class Program:
     """The steps of one graph. Immutable; `run` keeps everything of a call in its own list."""
 
-    __slots__ = ("_checked", "_loads", "_registers", "_steps", "inplace")
+    __slots__ = ("_checked", "_hazards", "_loads", "_registers", "_steps", "inplace")
 
     def __init__(
         self,
@@ -122,12 +122,14 @@ class Program:
         loads: tuple[tuple[int, Any], ...],
         steps: tuple[_Step, ...],
         inplace: tuple[tuple[int, int], ...],
+        hazards: tuple[tuple[int, int], ...],
     ) -> None:
         self._registers = registers
         self._loads = loads
         self._steps = steps
         self._checked = tuple(step for step in steps if step.check is not None)
         self.inplace = inplace
+        self._hazards = hazards
 
     def run(self, pack: Any) -> None:
         """Runs the graph on the operands of one call."""
@@ -136,6 +138,9 @@ class Program:
         with np.errstate(all="ignore"):
             for index, storage in self._loads:
                 values[index] = storage.load(pack[index], values)
+            for output, source in self._hazards:
+                if pack[output].present and pack[output].ptr == pack[source].ptr and values[source] is not None:
+                    values[source] = values[source].copy()  # it is read after the output that shares its buffer
             for step in self._checked:
                 step.check_operands(values)
             for step in self._steps:
@@ -249,7 +254,7 @@ def compile_program(spec: GraphSpec, *, precise: bool) -> Program:
             )
         )
         steps.append(step)
-    return Program(registers, tuple(loads), tuple(steps), _inplace_pairs(spec, register, last_read))
+    return Program(registers, tuple(loads), tuple(steps), *_inplace_pairs(spec, register, last_read))
 
 
 class _OptionalView(Plain):
@@ -274,11 +279,11 @@ def _last_reads(spec: GraphSpec) -> dict[int, int]:
 
 def _inplace_pairs(
     spec: GraphSpec, register: dict[int, int], last_read: dict[int, int]
-) -> tuple[tuple[int, int], ...]:
-    """(output, input) operand pairs that may be one buffer: nothing after the output's node reads the input.
+) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    """(output, input) operand pairs that may be one buffer, and those of them where a call has to copy the input.
 
-    A node reads all of its inputs before its results are stored. Reading a view of an input is reading the
-    input.
+    A node reads all of its inputs before its results are stored, so a pair is free when nothing after the output's
+    node reads the input. Where something does, the input is copied first. Reading a view of an input is reading it.
     """
     views: dict[int, set[int]] = {}  # uid of a virtual tensor -> operands it may be a view of
     until = dict(last_read)  # uid of an operand -> last node that reads it, through views too
@@ -294,11 +299,15 @@ def _inplace_pairs(
             produced[uid] = position
             if node.definition.alias_view and spec.tensors[uid].is_virtual:  # type: ignore[attr-defined]
                 views[uid] = sources
-    inputs = [t for t in spec.operands if not t.is_output and not t.is_pass_by_value]
-    return tuple(
-        (register[output.uid], register[source.uid])
+    pairs = [
+        (output, source)
         for output in spec.operands
         if output.is_output
-        for source in inputs
-        if source.data_type is output.data_type and until.get(source.uid, -1) <= produced[output.uid]
+        for source in spec.operands
+        if not source.is_output and not source.is_pass_by_value and source.data_type is output.data_type
+    ]
+    late = [(o, s) for o, s in pairs if until.get(s.uid, -1) > produced[o.uid]]
+    return (
+        tuple((register[o.uid], register[s.uid]) for o, s in pairs),
+        tuple((register[o.uid], register[s.uid]) for o, s in late),
     )
