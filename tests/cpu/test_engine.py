@@ -139,7 +139,7 @@ def test_an_input_that_is_read_later_may_still_be_an_outputs_buffer():
     g.execute({a: x, first: u, second: x})
     np.testing.assert_array_equal(x, before * (before + before))
     fixed = np.concatenate([before, before])
-    with pytest.raises(og.OperandError, match="overlap"):  # partly, which no copy of one input would mend
+    with pytest.raises(og.OperandError, match="shares memory"):  # partly, which no copy of one input would mend
         g.execute({a: fixed[2:6], first: fixed[4:], second: v})
 
 

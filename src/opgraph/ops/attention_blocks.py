@@ -35,6 +35,8 @@ _FEW_ROWS = 16
 # However long the keys are, a block has _LEAST_ROWS, so that its products stay products of matrices.
 _SCORE_BYTES = 1 << 19
 _LEAST_ROWS = 64
+# Floats in the widest vectors.
+_VECTOR = 16
 # The scores of a run of batch entries with equal columns.
 _RUN_BYTES = 1 << 18
 # Multiplications that pay for one more thread (half a millisecond), and the blocks it takes at a time.
@@ -217,14 +219,18 @@ class Attention:
                 row_max[e0:e1], row_sum[e0:e1], result[e0:e1] = -np.inf, 0, 0
                 continue
             run = slice(b0 + e0, b0 + e1)
-            scores = take("scores", (e1 - e0, units, tall, columns))
-            _product(queries[e0:e1], self._keys(scratch, run, part[1], first, last, copy_keys), scores)
+            # Rows of whole vectors, where there are keys to fill them, for the product and the exponential.
+            wide = min(columns + -columns % _VECTOR, self._k.shape[2] - first)
+            scores = take("scores", (e1 - e0, units, tall, wide))
+            _product(queries[e0:e1], self._keys(scratch, run, part[1], first, first + wide, copy_keys), scores)
             if self._masked:
-                grid = scores.reshape(e1 - e0, units, group, rows, columns)
+                grid = scores.reshape(e1 - e0, units, group, rows, wide)[..., :columns]
                 self._mask(scratch, grid, (run, part[1]), i0, first, delta)
-            flat = scores.reshape(-1, columns)
+            if wide > columns:
+                scores[..., columns:] = -np.inf
+            flat = scores.reshape(-1, wide)
             self._softmax(flat, row_max[e0:e1].reshape(-1), row_sum[e0:e1].reshape(-1))
-            _weigh(scratch, scores, self._v[run, u0:u1, first:last], result[e0:e1])
+            _weigh(scratch, scores[..., :columns], self._v[run, u0:u1, first:last], result[e0:e1])
         shape = (entries, units, group, rows)
         weight = self._finish(row_max.reshape(shape), row_sum.reshape(shape), part)
         np.multiply(result.reshape(out.shape), weight[..., None], out=out)
@@ -240,7 +246,8 @@ class Attention:
             scratch.copied = (-1, -1)
             keys = self._k[run, units, first:last].swapaxes(2, 3)
             return np.multiply(keys, self._scale, out=scratch.take("keys", keys.shape))
-        keys = self._k[run, units, : self._len_kv[run.start]].swapaxes(2, 3)
+        valid = self._len_kv[run.start]
+        keys = self._k[run, units, : valid + -valid % _VECTOR].swapaxes(2, 3)
         dense = scratch.take("keys", keys.shape)
         if scratch.copied != (run.start, units.start):
             scratch.copied = (run.start, units.start)

@@ -21,8 +21,8 @@ __all__ = ["OPS", "LinearAttentionOps"]
 class LinearAttentionOps(GraphOps):
     """Gated linear attention: GDN, GDN2 and KDA.
 
-    Tokens of all sequences are packed along one axis. Per sequence and output head a state S [K, V] is carried from
-    token to token:
+    Tokens of all sequences are packed along one axis. Per sequence and output head a state S [K, V] is
+    carried from token to token:
 
         S = diag(exp(g)) S                    decay
         u = w * v - S^T (b * k)               what is written, after erasing what k reads
@@ -37,51 +37,52 @@ class LinearAttentionOps(GraphOps):
 
     Ports of all operators, in elements: T tokens, N sequences, HO = max(HQ, HV) output heads.
 
-    - q [T, HQ, K], k [T, HK, K], v [T, HV, V], O and dO [T, HO, V]. One of HQ and HV divides the other, HK is one of
-      them. Output head h reads head h // (HO / Hx) of a source with Hx heads.
-    - cu_seqlens [N + 1], INT32 or INT64: sequence i has the tokens from cu_seqlens[i] to cu_seqlens[i + 1]. It starts
-      at 0, ends at T and does not decrease; equal neighbours are an empty sequence, whose states pass through
-      unchanged.
-    - initial_state, final_state and their gradients [N, HO, V, K]: value axis before key axis. One data type for all
-      of them, FLOAT where nothing is given. Without initial_state a sequence starts from zeros.
-    - state_checkpoints [max(T // n + N, 1), HO, V, K], n = checkpoint_every_n_tokens: a sequence of length L owns
-      ceil(L / n) consecutive rows, row j being the state before its token j n. Rows that are left over hold no state.
+    - q [T, HQ, K], k [T, HK, K], v [T, HV, V], O and dO [T, HO, V]. One of HQ and HV divides the other, HK is
+      one of them. Output head h reads head h // (HO / Hx) of a source with Hx heads.
+    - cu_seqlens [N + 1], INT32 or INT64: sequence i has the tokens from cu_seqlens[i] to cu_seqlens[i + 1].
+      It starts at 0, ends at T and does not decrease; equal neighbours are an empty sequence, whose states
+      pass through unchanged.
+    - initial_state, final_state and their gradients [N, HO, V, K]: value axis before key axis. One data type
+      for all of them, FLOAT where nothing is given. Without initial_state a sequence starts from zeros.
+    - state_checkpoints [max(T // n + N, 1), HO, V, K], n = checkpoint_every_n_tokens: a sequence of length L
+      owns ceil(L / n) consecutive rows, row j being the state before its token j n. Rows that are left over
+      hold no state.
     - a_log [HO], dt_bias [HO] (gdn) or [HO, K]: parameters of the safe gate.
     - state_indices [N] INT32: initial_state is then a pool [rows, HO, V, K]. Sequence i starts from row
-      state_indices[i] and its final state goes to the same row of final_state, which has the pool's dims; other rows
-      stay as they are. Where sequences share a row it holds the final state of one of them.
+      state_indices[i] and its final state goes to the same row of final_state, which has the pool's dims;
+      other rows stay as they are. Where sequences share a row it holds the final state of one of them.
 
     Every floating data type is accepted for every port but these two. Outputs are row-major unless set; O and
-    state_checkpoints have the graph's default types, gradients those of their inputs. Outputs left virtual may be
-    given a buffer at execution and are then written.
+    state_checkpoints have the graph's default types, gradients those of their inputs. Outputs left virtual
+    may be given a buffer at execution and are then written.
 
     Attributes:
 
     - scale: factor of q, a number; None is K^-0.5.
     - use_qk_l2norm: rows of q and k are divided by sqrt(sum(x^2) + 1e-6) first.
-    - gate_domain: "log", exp(g) is the decay and g <= 0; or "linear", g is the decay itself and log(g + 1e-10) is
-      taken (dG with respect to g).
-    - safe_gate: g holds raw logits. gdn: log decay -exp(a_log) softplus(g + dt_bias). kda, gdn2: gate_lower_bound *
-      sigmoid(exp(a_log) (g + dt_bias)), with gate_lower_bound in [-5, 0), None being -5. A missing a_log or dt_bias
-      counts as 0. Not with gate_domain "linear".
+    - gate_domain: "log", exp(g) is the decay and g <= 0; or "linear", g is the decay itself and log(g +
+      1e-10) is taken (dG with respect to g).
+    - safe_gate: g holds raw logits. gdn: log decay -exp(a_log) softplus(g + dt_bias). kda, gdn2:
+      gate_lower_bound * sigmoid(exp(a_log) (g + dt_bias)), with gate_lower_bound in [-5, 0), None being -5. A
+      missing a_log or dt_bias counts as 0. Not with gate_domain "linear".
     - use_beta_sigmoid: beta holds logits; allow_neg_eigval doubles their sigmoid. w is taken as it is.
-    - batch_invariant: a sequence's result must not depend on the rest of the batch by a bit. The CPU engine always
-      keeps to that.
+    - batch_invariant: a sequence's result must not depend on the rest of the batch by a bit. The CPU engine
+      always keeps to that.
     - overwrite_initial_state: final_state may be the buffer of initial_state; both are needed.
     - beta_guard (gdn2): not served.
     - max_seqlen: a promise that no sequence is longer, for engines that choose by it; None promises nothing.
 
-    A log decay below -100 counts as -100 where chunks of tokens are computed together, and has gradient 0; g = -inf,
-    which forgets everything, is legal.
+    A log decay below -100 counts as -100 where chunks of tokens are computed together, and has gradient 0; g
+    = -inf, which forgets everything, is legal.
 
-    Raises at `validate()`: `ValueError` for a missing port, ranks, extents or heads that do not fit, states of
-    different data types, a wrong length or index type, and for attributes or ports that do not go together: a_log,
-    dt_bias or gate_lower_bound without safe_gate; safe_gate with gate_domain "linear"; allow_neg_eigval without
-    use_beta_sigmoid; state_indices without initial_state, in a backward node or with checkpoints;
-    overwrite_initial_state without both states; checkpoints without interval or the reverse.
-    `cudnnGraphNotSupportedError` for beta_guard and for data types that are not HALF, BFLOAT16, FLOAT or DOUBLE. At
-    execution on host memory, `OperandError` (a `ValueError`) for boundaries or pool rows that do not fit, before
-    anything is written.
+    Raises at `validate()`: `ValueError` for a missing port, ranks, extents or heads that do not fit, states
+    of different data types, a wrong length or index type, and for attributes or ports that do not go
+    together: a_log, dt_bias or gate_lower_bound without safe_gate; safe_gate with gate_domain "linear";
+    allow_neg_eigval without use_beta_sigmoid; state_indices without initial_state, in a backward node or with
+    checkpoints; overwrite_initial_state without both states; checkpoints without interval or the reverse.
+    `cudnnGraphNotSupportedError` for beta_guard and for data types that are not HALF, BFLOAT16, FLOAT or
+    DOUBLE. At execution on host memory, `OperandError` (a `ValueError`) for boundaries or pool rows that do
+    not fit, before anything is written.
     """
 
     __slots__ = ()
@@ -234,8 +235,8 @@ class LinearAttentionOps(GraphOps):
 
             S = diag(exp(g)) S;  S = S + k (w * v - S^T (beta * k))^T;  O = scale * S^T q
 
-        Returns [O, final_state, state_checkpoints]. g and beta [T, HO, K], w [T, HO, V], dt_bias [HO, K]. Everything
-        else: see `gdn` and the class.
+        Returns [O, final_state, state_checkpoints]. g and beta [T, HO, K], w [T, HO, V], dt_bias [HO, K].
+        Everything else: see `gdn` and the class.
         """
         return _forward(
             self,
@@ -251,7 +252,6 @@ class LinearAttentionOps(GraphOps):
                 "allow_neg_eigval": allow_neg_eigval, "safe_gate": safe_gate, "gate_domain": gate_domain,
                 "batch_invariant": batch_invariant, "overwrite_initial_state": overwrite_initial_state,
                 "gate_lower_bound": gate_lower_bound, "beta_guard": beta_guard, "max_seqlen": max_seqlen,
-               
             },
             name,
             compute_data_type,
@@ -290,13 +290,13 @@ class LinearAttentionOps(GraphOps):
     ) -> list[Tensor | None]:
         """Gradients of `gdn`; returns [dQ, dK, dV, dG, dBeta, d_initial_state, d_a_log, d_dt_bias].
 
-        They are the gradients of sum(dO * O) + sum(d_final_state * final_state), each with dims and data type of its
-        input; the last three are None unless their input is given. Heads that share a source are summed, and the
-        gradients go back through norms, sigmoids and gates. Inputs and attributes are those of the forward node;
-        `overwrite_initial_state` must be off.
+        They are the gradients of sum(dO * O) + sum(d_final_state * final_state), each with dims and data type
+        of its input; the last three are None unless their input is given. Heads that share a source are
+        summed, and the gradients go back through norms, sigmoids and gates. Inputs and attributes are those
+        of the forward node; `overwrite_initial_state` must be off.
 
-        state_checkpoints, as the forward wrote them for `checkpoint_every_n_tokens`, save computing the states again.
-        Without d_final_state the final state has no gradient. Everything else: see the class.
+        state_checkpoints, as the forward wrote them for `checkpoint_every_n_tokens`, save computing the
+        states again. Without d_final_state the final state has no gradient. Everything else: see the class.
         """
         return _backward(
             self,

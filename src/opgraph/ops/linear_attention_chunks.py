@@ -8,13 +8,14 @@ the writes U solve (I + L) U = w * v - (e e^G) S, and
 
     O = scale ((q e^G) S + P U),    S' = e^{G_C} S + (k e^{G_C - G})^T U
 
-What does not depend on the state is computed for many chunks together. Only full chunks are ever multiplied: short
-ones are padded with zero rows, so what is computed for one sequence does not depend on the others, to the bit.
+What does not depend on the state is computed for many chunks together. Only full chunks are ever multiplied:
+short ones are padded with zero rows, so what is computed for one sequence does not depend on the others, to
+the bit.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,7 +38,9 @@ _TILE_BYTES = 1 << 19
 
 
 class _Tile:
-    """Consecutive chunks of one or more sequences: `offsets` [steps, sequences] from the start of each sequence."""
+    """Consecutive chunks of one or more sequences: `offsets` [steps, sequences] from the start of each
+    sequence.
+    """
 
     __slots__ = ("offsets", "place")
 
@@ -47,7 +50,9 @@ class _Tile:
         if starts.size == 1 and (counts == rows).all():
             # The chunks lie one behind the other.
             low = int(first[0, 0])
-            self.place = Place(slice(low, low + len(offsets) * rows), (len(offsets), 1, rows), None, inner=True)
+            self.place = Place(
+                slice(low, low + len(offsets) * rows), (len(offsets), 1, rows), None, inner=True
+            )
             return
         within = np.arange(rows)
         index = first[..., None] + np.minimum(within, counts[..., None] - 1)
@@ -60,7 +65,9 @@ class _Group:
 
     __slots__ = ("rows", "sequences", "tiles")
 
-    def __init__(self, operands: Operands, sequences: Sequence[int], cuts: Sequence[tuple[Array, Array]], rows: int) -> None:
+    def __init__(
+        self, operands: Operands, sequences: Sequence[int], cuts: Sequence[tuple[Array, Array]], rows: int
+    ) -> None:
         self.sequences, self.rows = sequences, rows
         self.tiles: list[_Tile] = []
         starts = np.array([operands.cu[n] for n in sequences], np.int64)
@@ -80,7 +87,9 @@ class _Group:
 
 
 def _chunks_of_a_tile(operands: Operands, rows: int) -> int:
-    size = operands.heads[0] * operands.heads[1] * rows * max(operands.K, operands.V) * operands.dtype.itemsize
+    size = (
+        operands.heads[0] * operands.heads[1] * rows * max(operands.K, operands.V) * operands.dtype.itemsize
+    )
     return max(1, _TILE_BYTES // max(size, 1))
 
 
@@ -121,9 +130,9 @@ class _Factors:
         self.e = rows.b * rows.k
         self.e_in = self.e * self.decay.inner
         self.k_out = rows.k * self.decay.outer
-        self.mixing = self.q_in = None
+        self.mixing: Any = None
+        self.q_in: Any = None
         if outputs:
-            assert rows.q is not None
             self.mixing, self.lower = self.decay.products((rows.q, self.e), rows.k)
             self.q_in = rows.q * self.decay.inner
         else:
@@ -157,7 +166,6 @@ class _Factors:
 
     def retreat(self, do: Array, slopes: Array) -> tuple[Array, Array]:
         """The gradients of the states [steps + 1, ..], and of the right hand sides, from the last one's."""
-        assert self.mixing is not None and self.q_in is not None
         steps, width = len(do), do.shape[-1]
         kept = np.empty((steps + 1, *slopes.shape), slopes.dtype)
         kept[steps] = slopes
@@ -189,7 +197,9 @@ def forward(operands: Operands, sequences: Sequence[int], sinks: Mapping[str, Si
             kept, written = factors.advance(active)
             active[...] = kept[-1]
             if "state_checkpoints" in sinks:
-                _put_checkpoints(operands, group.sequences, tile.offsets, kept[:-1], sinks["state_checkpoints"])
+                _put_checkpoints(
+                    operands, group.sequences, tile.offsets, kept[:-1], sinks["state_checkpoints"]
+                )
             if "O" in sinks:
                 out = product(factors.q_in, kept[:-1])
                 out += product(factors.mixing, written)
@@ -210,13 +220,17 @@ def _checkpoint_rows(operands: Operands, sequences: Sequence[int], offsets: Arra
     return here, (first + offsets // every)[here]
 
 
-def _put_checkpoints(operands: Operands, sequences: Sequence[int], offsets: Array, states: Array, sink: Sink) -> None:
+def _put_checkpoints(
+    operands: Operands, sequences: Sequence[int], offsets: Array, states: Array, sink: Sink
+) -> None:
     here, rows = _checkpoint_rows(operands, sequences, offsets)
     sink.put(rows, heads_joined(states.swapaxes(-1, -2)[here]))
 
 
 def backward(operands: Operands, sinks: Mapping[str, Sink]) -> Gate:
-    """Fills the gradients of a backward node, or those of a summary; returns the gate with its parameter gradients."""
+    """Fills the gradients of a backward node, or those of a summary; returns the gate with its parameter
+    gradients.
+    """
     gate = Gate(operands, inner=True)
     summary = "dQ" not in sinks
     for group in _groups(operands, range(operands.N)):
@@ -261,15 +275,13 @@ def _gradients(
     """Everything that is left once the chain of states has been walked both ways; `slopes` after each chunk."""
     rows, decay = factors.rows, factors.decay
     q, k, e = rows.q, rows.k, factors.e
-    assert q is not None and factors.mixing is not None
     written = factors.written(states)
     turned = _turned(written)
     d_mixing, d_lower = product(do, turned), product(dx, turned)
-    above = np.triu_indices(do.shape[-2], 1)
-    d_mixing[..., *above] = 0
-    above = np.triu_indices(do.shape[-2], 0)
-    d_lower[..., *above] = 0
     np.negative(d_lower, out=d_lower)
+    size = do.shape[-2]
+    np.copyto(d_mixing, 0, where=~np.tri(size, k=0, dtype=np.bool_))
+    np.copyto(d_lower, 0, where=~np.tri(size, k=-1, dtype=np.bool_))
     (dq, de), dk, sums = decay.pull((d_mixing, d_lower), (factors.mixing, factors.lower), (q, e), k)
 
     turned = _turned(states)
@@ -286,7 +298,7 @@ def _gradients(
     dk += through
     through = decay.collect(k, through)
     sums -= through
-    # Together these are the products of the outgoing state with its gradient. Taken apart they cancel against what
-    # the rows above hold of them, with the same rounding.
+    # Together these are the products of the outgoing state with its gradient. Taken apart they cancel against
+    # what the rows above hold of them, with the same rounding.
     sums[..., -1, :] += decay.collect_states(states, slopes) + through.sum(-2)
     rows.fold(sinks, dq, dk, de, dx, add_up(sums, -2, reverse=True))

@@ -1,8 +1,8 @@
 """Decay inside a chunk of tokens, and the inverse of the triangular system that couples its writes.
 
-With G the running sums of the log decay in a chunk, everything is built from e^{G_i - G_j} with j <= i. Sums are kept
-in float64, and differences are taken before the exponential, masked where j > i: no exponent is ever positive, so any
-gate is legal, and a later gate cannot change an earlier row by a bit.
+With G the running sums of the log decay in a chunk, everything is built from e^{G_i - G_j} with j <= i. Sums
+are kept in float64, and differences are taken before the exponential, masked where j > i: no exponent is ever
+positive, so any gate is legal, and a later gate cannot change an earlier row by a bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ChannelDecay", "ScalarDecay", "diagonals", "product", "unit_lower_inverse"]
 
-# OpenBLAS multiplies up to this m*n*k without packing or threads, which is its best for matrices of a chunk's size.
+# OpenBLAS multiplies up to this m*n*k without packing or threads, which is its best for matrices of a chunk's
+# size.
 _SMALL_PRODUCT = 1_000_000
 # Rows of the diagonal blocks that are inverted by substitution, before blocks are merged in pairs.
 _INVERSE_ROWS = 16
@@ -36,7 +37,9 @@ def product(a: Array, b: Array, out: Array | None = None) -> Array:
     if pieces <= 1:
         return np.matmul(a, b, out=out)
     if out is None:
-        out = np.empty((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), rows, columns), np.result_type(a, b))
+        out = np.empty(
+            (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), rows, columns), np.result_type(a, b)
+        )
     step = -(-columns // pieces)
     for first in range(0, columns, step):
         part = slice(first, first + step)
@@ -47,8 +50,8 @@ def product(a: Array, b: Array, out: Array | None = None) -> Array:
 def unit_lower_inverse(lower: Array) -> Array:
     """(I + L)^-1 of stacks of strictly lower L [.., C, C]; only entries below the diagonal are read.
 
-    Diagonal blocks of 16 rows by forward substitution, for all blocks at once; then pairs of blocks are merged,
-    [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. C is 16 times a power of two.
+    Diagonal blocks of 16 rows by forward substitution, for all blocks at once; then pairs of blocks are
+    merged, [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]]. C is 16 times a power of two.
     """
     size = lower.shape[-1]
     inverse = np.zeros_like(lower)
@@ -97,8 +100,7 @@ class ScalarDecay:
         sums = np.cumsum(log[..., 0], axis=-1, dtype=np.float64)
         dtype = log.dtype
         pairs = (sums[..., :, None] - sums[..., None, :]).astype(dtype, copy=False)
-        size = pairs.shape[-1]
-        pairs[..., *np.triu_indices(size, 1)] = -np.inf
+        np.copyto(pairs, -np.inf, where=~np.tri(pairs.shape[-1], dtype=np.bool_))
         np.exp(pairs, out=pairs)
         self._pairs = pairs
         last = sums[..., -1:]
@@ -112,7 +114,9 @@ class ScalarDecay:
         results = []
         for a in left:
             found = product(a, turned)
-            results.append(np.multiply(found, self._pairs, out=found if found.shape == self._pairs.shape else None))
+            results.append(
+                np.multiply(found, self._pairs, out=found if found.shape == self._pairs.shape else None)
+            )
         return results
 
     def pull(
@@ -120,8 +124,8 @@ class ScalarDecay:
     ) -> tuple[list[Array], Array, Array]:
         """Gradients of `products`: of each a, of k, and of G_i [.., C, 1].
 
-        `weights` are the gradients of the products, 0 above the diagonal, and `values` the products. Terms of the
-        diagonal, where the decay is 1, cancel in the gradient of G and are left out of it.
+        `weights` are the gradients of the products, 0 above the diagonal, and `values` the products. Terms of
+        the diagonal, where the decay is 1, cancel in the gradient of G and are left out of it.
         """
         sums = np.zeros((*self._pairs.shape[:-1], 1), k.dtype)
         d_left, dk = [], np.zeros((*self._pairs.shape[:-1], k.shape[-1]), k.dtype)
@@ -147,9 +151,10 @@ class ScalarDecay:
 class ChannelDecay:
     """One decay per token, head and key channel: log [.., C, K]. Members as of `ScalarDecay`, `end` [.., K, 1].
 
-    The sum over channels has the decay inside. It is split at an anchor A between the rows i and j, as e^{G_i - A}
-    e^{A - G_j}, both at most 1: the chunk is halved again and again, with the first row of the lower half as anchor
-    for the products of lower with upper rows, down to blocks of 4 rows, whose pairs are taken one by one.
+    The sum over channels has the decay inside. It is split at an anchor A between the rows i and j, as e^{G_i
+    - A} e^{A - G_j}, both at most 1: the chunk is halved again and again, with the first row of the lower
+    half as anchor for the products of lower with upper rows, down to blocks of 4 rows, whose pairs are taken
+    one by one.
     """
 
     __slots__ = ("_halves", "_pairs", "end", "inner", "outer")
@@ -216,7 +221,9 @@ class ChannelDecay:
         return d_left, dk, sums
 
     def _earlier(self, k: Array, apart: int) -> Array:
-        """k_{i - apart} e^{G_i - G_{i - apart}} for the rows i of each block that have one, [.., blocks, rows, K]."""
+        """k_{i - apart} e^{G_i - G_{i - apart}} for the rows i of each block that have one, [.., blocks,
+        rows, K].
+        """
         rows = _rows_of_blocks(k)
         return rows[..., : _PAIR_ROWS - apart, :] * self._pairs[apart - 1] if apart else rows
 
@@ -244,7 +251,9 @@ def _rows_of_blocks(array: Array) -> Array:
 
 
 def _blocks_below(square: Array, half: int) -> Array:
-    """Of [.., C, C]: the blocks of lower rows and upper columns of the diagonal blocks of 2 * half, as a view."""
+    """Of [.., C, C]: the blocks of lower rows and upper columns of the diagonal blocks of 2 * half, as a
+    view.
+    """
     row, column = square.strides[-2:]
     return np.lib.stride_tricks.as_strided(
         square[..., half:, :],
@@ -254,7 +263,9 @@ def _blocks_below(square: Array, half: int) -> Array:
 
 
 def diagonals(square: Array, rows: int, below: int) -> Array:
-    """Of [.., C, C]: the elements `below` the diagonal in each diagonal block of `rows`, [.., blocks, n], as a view."""
+    """Of [.., C, C]: the elements `below` the diagonal in each diagonal block of `rows`, [.., blocks, n], as
+    a view.
+    """
     row, column = square.strides[-2:]
     return np.lib.stride_tricks.as_strided(
         square[..., below:, :],

@@ -7,8 +7,8 @@ The recurrence of one head, with the state held as it is stored, X = S^T [V, K]:
     X = X + u k^T
     o = scale * X q
 
-GDN has one g per token and b = w = beta; KDA has a g per key channel; GDN2 also a b per key channel and a w per
-value channel. A gate without a channel axis is carried with one of extent 1.
+GDN has one g per token and b = w = beta; KDA has a g per key channel; GDN2 also a b per key channel and a w
+per value channel. A gate without a channel axis is carried with one of extent 1.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["LOWEST_LOG_DECAY", "Gate", "Operands", "Place", "Rows", "Sink", "add
 L2_EPSILON = 1e-6
 LINEAR_GATE_GUARD = 1e-10
 DEFAULT_LOWER_BOUND = -5.0
-# exp(-100) is below the smallest normal float32, so decays beyond it change nothing, while prefix sums of them would
-# lose the low bits of all later ones (and -inf could not be summed at all).
+# exp(-100) is below the smallest normal float32, so decays beyond it change nothing, while prefix sums of
+# them would lose the low bits of all later ones (and -inf could not be summed at all).
 LOWEST_LOG_DECAY = -100.0
 
 
@@ -53,14 +53,16 @@ def add_up(array: Array, axis: int, *, reverse: bool = False) -> Array:
 class Place:
     """Which tokens the arrays of one reading hold.
 
-    `index` is a slice or an array of token numbers; read arrays start with the axes `shape`, the last of which is
-    the token axis when `inner`: it is then moved behind the head axes. `padding` is True at entries that stand for
-    no token, or None.
+    `index` is a slice or an array of token numbers; read arrays start with the axes `shape`, the last of
+    which is the token axis when `inner`: it is then moved behind the head axes. `padding` is True at entries
+    that stand for no token, or None.
     """
 
     __slots__ = ("index", "inner", "padding", "shape")
 
-    def __init__(self, index: slice | Array, shape: tuple[int, ...], padding: Array | None, inner: bool) -> None:
+    def __init__(
+        self, index: slice | Array, shape: tuple[int, ...], padding: Array | None, inner: bool
+    ) -> None:
         self.index = index
         self.shape = shape
         self.padding = padding
@@ -78,8 +80,8 @@ class Place:
 class Sink:
     """An output that is filled row by row: its buffer where that shares no memory with an input, else an array.
 
-    `same_as` is an input that it may share all of its memory with, element by element, because every row is read
-    before it is written.
+    `same_as` is an input that it may share all of its memory with, element by element, because every row is
+    read before it is written.
     """
 
     __slots__ = ("_data_type", "array")
@@ -88,7 +90,10 @@ class Sink:
         view = out.view
         if view is not None and (
             view.shape != out.shape
-            or any(np.may_share_memory(view, x) and not (x is same_as and _same(view, x)) for x in inputs.values())
+            or any(
+                np.may_share_memory(view, x) and not (x is same_as and _same(view, x))
+                for x in inputs.values()
+            )
         ):
             view = None
         self.array = np.empty(out.shape, out.dtype) if view is None else view
@@ -99,7 +104,9 @@ class Sink:
         self.array[index] = self._rounded(values)
 
     def put_tokens(self, place: Place, values: Array) -> None:
-        """Stores values `[.., S, G or 1, D]` of the tokens of a reading; heads and channels as the output has them."""
+        """Stores values `[.., S, G or 1, D]` of the tokens of a reading; heads and channels as the output has
+        them.
+        """
         array, values = self.array, self._rounded(place.tokens_first(values))
         if isinstance(place.index, slice):
             # Cutting an axis never copies, so this writes through.
@@ -115,7 +122,12 @@ class Sink:
 
 
 def _same(a: Array, b: Array) -> bool:
-    return a.shape == b.shape and a.strides == b.strides and a.ctypes.data == b.ctypes.data and a.dtype == b.dtype
+    return (
+        a.shape == b.shape
+        and a.strides == b.strides
+        and a.ctypes.data == b.ctypes.data
+        and a.dtype == b.dtype
+    )
 
 
 class Gate:
@@ -177,8 +189,8 @@ class Gate:
 class Operands:
     """The inputs of one call, read for a few tokens at a time.
 
-    Read arrays have two head axes: S heads of the source with the fewest, and the G = HO / S output heads that read
-    each of them. A source with S heads has extent 1 on the second axis.
+    Read arrays have two head axes: S heads of the source with the fewest, and the G = HO / S output heads
+    that read each of them. A source with S heads has extent 1 on the second axis.
     """
 
     __slots__ = (
@@ -229,18 +241,33 @@ class Operands:
 class Rows:
     """The operands of some tokens after norms and gates: q, k, v, b, w and the log decay.
 
-    `q` and `v` are None where the call has none. Readings for chunks have the log decay clamped, and no gradient where
-    it was.
+    `q` and `v` are None where the call has none. Readings for chunks have the log decay clamped, and no
+    gradient where it was.
     """
 
-    __slots__ = ("_free", "_gate", "_k_scale", "_operands", "_q_scale", "b", "beta", "g", "k", "log", "place", "q", "v", "w")
+    __slots__ = (
+        "_free",
+        "_gate",
+        "_k_scale",
+        "_operands",
+        "_q_scale",
+        "b",
+        "beta",
+        "g",
+        "k",
+        "log",
+        "place",
+        "q",
+        "v",
+        "w",
+    )
 
     def __init__(self, operands: Operands, gate: Gate, place: Place) -> None:
         self._operands, self._gate, self.place = operands, gate, place
         params, inputs = operands.params, operands.inputs
-        self.q = operands.read("q", place) if "q" in inputs else None
+        self.q: Any = operands.read("q", place) if "q" in inputs else None
         self.k = operands.read("k", place)
-        self.v = operands.read("v", place) if "v" in inputs else None
+        self.v: Any = operands.read("v", place) if "v" in inputs else None
         self._q_scale = self._k_scale = None
         if params["use_qk_l2norm"]:
             self._k_scale = _normalise(self.k)
@@ -248,7 +275,7 @@ class Rows:
                 self._q_scale = _normalise(self.q)
         self.g = operands.read("g", place)
         log = gate.log_decay(self.g, operands.channel_gate)
-        self._free = None
+        self._free: Any = None
         if place.inner:
             self._free = log >= LOWEST_LOG_DECAY
             log = np.maximum(log, LOWEST_LOG_DECAY)
@@ -262,18 +289,18 @@ class Rows:
         self.w = operands.read("w", place) if "w" in inputs else beta
         if place.padding is not None:
             place.tokens_first(self.log)[place.padding] = 0
-            assert self._free is not None
             place.tokens_first(self._free)[place.padding] = False
 
-    def fold(self, sinks: Mapping[str, Sink], dq: Array, dk: Array, de: Array, dx: Array, dlog: Array) -> None:
+    def fold(
+        self, sinks: Mapping[str, Sink], dq: Array, dk: Array, de: Array, dx: Array, dlog: Array
+    ) -> None:
         """Stores the gradients of the ports.
 
-        dq [.., S, G, (C,) K]; dk the part of k's gradient that does not go through e = b * k; de the gradient of e;
-        dx that of w * v; dlog that of the log decay.
+        dq [.., S, G, (C,) K]; dk the part of k's gradient that does not go through e = b * k; de the gradient
+        of e; dx that of w * v; dlog that of the log decay.
         """
         operands, params = self._operands, self._operands.params
         b, w, k, v = self.b, self.w, self.k, self.v
-        assert v is not None and self.q is not None
         if operands.channel_beta:
             dbeta = k * de
             sinks["dW"].put_tokens(self.place, v * dx)

@@ -20,9 +20,10 @@ __all__ = ["LinearAttentionNames"]
 class LinearAttentionNames(LinearAttentionOps):
     """`gdn`, `gdn2` and `kda` under their long names, for packed tokens or a batch of equally long sequences.
 
-    With q [B, T, HQ, K] (and k, v, g, beta, w alike) every batch entry is a sequence: the operands are reshaped to
-    [B * T, ..] and O back to [B, T, HO, V], and cu_seqlens is 0, T, 2 T, .. unless given. That default lives in host
-    memory; a graph for a GPU needs cu_seqlens given. Packed operands [T, HQ, K] always need it.
+    With q [B, T, HQ, K] (and k, v, g, beta, w alike) every batch entry is a sequence: the operands are
+    reshaped to [B * T, ..] and O back to [B, T, HO, V], and cu_seqlens is 0, T, 2 T, .. unless given. That
+    default lives in host memory; a graph for a GPU needs cu_seqlens given. Packed operands [T, HQ, K] always
+    need it.
     """
 
     __slots__ = ()
@@ -57,7 +58,8 @@ class LinearAttentionNames(LinearAttentionOps):
     ) -> list[Tensor | None]:
         """`gdn` under its long name; returns [O, final_state, state_checkpoints].
 
-        `use_qk_l2norm_in_kernel` and `use_beta_sigmoid_in_kernel` are its `use_qk_l2norm` and `use_beta_sigmoid`.
+        `use_qk_l2norm_in_kernel` and `use_beta_sigmoid_in_kernel` are its `use_qk_l2norm` and
+        `use_beta_sigmoid`.
         """
         packed, cu_seqlens, batch = _packed(self, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, cu_seqlens)
         results = self.gdn(
@@ -119,7 +121,9 @@ class LinearAttentionNames(LinearAttentionOps):
         compute_data_type: Any = None,
     ) -> list[Tensor | None]:
         """`gdn2` under its long name; see `gated_delta_net`."""
-        packed, cu_seqlens, batch = _packed(self, {"q": q, "k": k, "v": v, "g": g, "beta": beta, "w": w}, cu_seqlens)
+        packed, cu_seqlens, batch = _packed(
+            self, {"q": q, "k": k, "v": v, "g": g, "beta": beta, "w": w}, cu_seqlens
+        )
         results = self.gdn2(
             packed["q"],
             packed["k"],

@@ -1,4 +1,6 @@
-"""The references of the gated linear attention family: tokens one by one in float64, chunks of them in float32."""
+"""The references of the gated linear attention family: tokens one by one in float64, chunks of them in
+float32.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def forward_reference(call: RefCall) -> dict[str, Array]:
     operands = _operands(call)
     initial = call.inputs.get("initial_state")
     sinks = {
-        port: Sink(out, call.inputs, initial if port == "final_state" else None) for port, out in call.outputs.items()
+        port: Sink(out, call.inputs, initial if port == "final_state" else None)
+        for port, out in call.outputs.items()
     }
     if "state_indices" in call.inputs and "final_state" in sinks:
         pool = sinks["final_state"]

@@ -14,7 +14,16 @@ if TYPE_CHECKING:
 
     from .base import Array
 
-__all__ = ["BACKWARD", "FORWARD", "SUMMARY", "SUMMARY_BACKWARD", "VARIANTS", "Variant", "check_contents", "inference"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "SUMMARY",
+    "SUMMARY_BACKWARD",
+    "VARIANTS",
+    "Variant",
+    "check_contents",
+    "inference",
+]
 
 FORWARD, BACKWARD, SUMMARY, SUMMARY_BACKWARD = "forward", "backward", "summary", "summary_backward"
 
@@ -60,9 +69,16 @@ VARIANTS = (Variant("gdn", False, False), Variant("gdn2", True, True), Variant("
 
 
 class _Extents:
-    """The extents that the ports of a node share."""
+    """The extents that the ports of a node share; `rows` are those of the states."""
 
-    __slots__ = ("channels", "heads", "out_heads", "rows", "sequences", "tokens", "width")
+    __slots__ = ("channels", "out_heads", "rows", "sequences", "tokens", "width")
+
+    channels: int
+    out_heads: int
+    rows: int
+    sequences: int
+    tokens: int
+    width: int
 
 
 def inference(variant: Variant, role: str) -> Callable[[Any], None]:
@@ -91,12 +107,16 @@ def _check_attributes(node: Any, role: str) -> None:
     if domain not in ("log", "linear"):
         malformed(node, "gate_domain is 'log' or 'linear'", given=repr(domain))
     if params["safe_gate"] and domain == "linear":
-        malformed(node, "safe_gate excludes gate_domain 'linear'", next_step="pass raw logits as g, or no safe_gate")
+        malformed(
+            node, "safe_gate excludes gate_domain 'linear'", next_step="pass raw logits as g, or no safe_gate"
+        )
     bound = params.get("gate_lower_bound")
     if not params["safe_gate"]:
         for port in _PARAMETERS:
             if port in inputs:
-                malformed(node, f"{port} needs safe_gate", tensor=inputs[port], next_step="pass safe_gate=True")
+                malformed(
+                    node, f"{port} needs safe_gate", tensor=inputs[port], next_step="pass safe_gate=True"
+                )
         if bound is not None:
             malformed(node, "gate_lower_bound needs safe_gate", given=bound, next_step="pass safe_gate=True")
     if bound is not None and not -5 <= bound < 0:
@@ -131,13 +151,21 @@ def _check_states(node: Any, role: str) -> None:
         if role != FORWARD:
             malformed(node, "state_indices is for the forward operators only", tensor=indices)
         if "initial_state" not in inputs:
-            malformed(node, "state_indices needs initial_state", tensor=indices, next_step="pass the pool of states")
+            malformed(
+                node, "state_indices needs initial_state", tensor=indices, next_step="pass the pool of states"
+            )
         if every:
             malformed(
-                node, "state_indices excludes checkpoints", tensor=indices, given=f"checkpoint_every_n_tokens {every}"
+                node,
+                "state_indices excludes checkpoints",
+                tensor=indices,
+                given=f"checkpoint_every_n_tokens {every}",
             )
     if params["overwrite_initial_state"]:
-        for port, there in (("initial_state", "initial_state" in inputs), ("final_state", "final_state" in outputs)):
+        for port, there in (
+            ("initial_state", "initial_state" in inputs),
+            ("final_state", "final_state" in outputs),
+        ):
             if not there:
                 malformed(node, f"overwrite_initial_state needs {port}", given=f"no {port}")
 
@@ -156,7 +184,11 @@ def _check_shapes(node: Any, variant: Variant, role: str) -> _Extents:
     _check_rank(node, "cu_seqlens", 1, "boundary")
     if not inputs["cu_seqlens"].dim[0]:
         malformed(
-            node, "cu_seqlens holds N + 1 boundaries", tensor=inputs["cu_seqlens"], expected="1 or more", given=0
+            node,
+            "cu_seqlens holds N + 1 boundaries",
+            tensor=inputs["cu_seqlens"],
+            expected="1 or more",
+            given=0,
         )
     k = inputs["k"]
     extents.tokens, extents.channels = k.dim[0], k.dim[2]
@@ -188,7 +220,11 @@ def _check_rank(node: Any, port: str, rank: int, axes: str) -> None:
     tensor = node.inputs[port]
     if len(tensor.dim) != rank:
         malformed(
-            node, f"{port} has {rank} axes: {axes}", tensor=tensor, expected=f"{rank} extents", given=tensor.dim
+            node,
+            f"{port} has {rank} axes: {axes}",
+            tensor=tensor,
+            expected=f"{rank} extents",
+            given=tensor.dim,
         )
 
 
@@ -201,8 +237,8 @@ def _check_dim(node: Any, port: str, what: str, dim: tuple[int, ...]) -> None:
 def _check_heads(node: Any, extents: _Extents) -> None:
     """HO = max(HQ, HV), the smaller of HQ and HV divides the larger, HK is one of them.
 
-    A summary lacks q or v; there HO is what the gates have, and the heads of q and v that are missing are HO or those
-    of k.
+    A summary lacks q or v; there HO is what the gates have, and the heads of q and v that are missing are HO
+    or those of k.
     """
     inputs = node.inputs
     heads = {port: inputs[port].dim[1] for port in ("q", "k", "v") if port in inputs}
@@ -260,7 +296,9 @@ def _check_optional_inputs(node: Any, variant: Variant, extents: _Extents) -> No
         _check_dim(node, "state_indices", "[N]", (extents.sequences,))
         pool = inputs["initial_state"].dim
         rows = pool[0] if pool else 0
-        _check_dim(node, "initial_state", "a pool [rows, HO, V, K], value axis before key axis", (rows, *state))
+        _check_dim(
+            node, "initial_state", "a pool [rows, HO, V, K], value axis before key axis", (rows, *state)
+        )
     elif "initial_state" in inputs:
         what = "[N, HO, V, K], value axis before key axis"
         _check_dim(node, "initial_state", what, (extents.sequences, *state))
@@ -270,7 +308,10 @@ def _check_optional_inputs(node: Any, variant: Variant, extents: _Extents) -> No
         _check_dim(node, "d_final_state", what, (extents.sequences, *state))
     if "state_checkpoints" in inputs:
         _check_dim(
-            node, "state_checkpoints", "[max(T // n + N, 1), HO, V, K]", (_checkpoint_rows(node, extents), *state)
+            node,
+            "state_checkpoints",
+            "[max(T // n + N, 1), HO, V, K]",
+            (_checkpoint_rows(node, extents), *state),
         )
     if "a_log" in inputs:
         _check_dim(node, "a_log", "[HO]", (heads,))
@@ -290,7 +331,9 @@ def _check_data_types(node: Any) -> None:
             allowed = _LENGTHS if port == "cu_seqlens" else _LENGTHS[:1]
             if tensor.data_type not in (None, *allowed):
                 names = " or ".join(dtype.name for dtype in allowed)
-                malformed(node, f"{port} is {names}", tensor=tensor, expected=names, given=tensor.data_type.name)
+                malformed(
+                    node, f"{port} is {names}", tensor=tensor, expected=names, given=tensor.data_type.name
+                )
         elif tensor.data_type not in (None, *_FLOATS):
             unsupported(
                 node,
@@ -326,11 +369,15 @@ def _check_output_ports(node: Any, variant: Variant, role: str) -> None:
         if params["checkpoint_every_n_tokens"]:
             expected.add("state_checkpoints")
     elif role == BACKWARD:
-        expected |= {port for port in ("d_initial_state", "d_a_log", "d_dt_bias") if _GRADIENTS[port] in inputs}
+        expected |= {
+            port for port in ("d_initial_state", "d_a_log", "d_dt_bias") if _GRADIENTS[port] in inputs
+        }
     elif params["output_transition"]:
         expected.add("transition")
     for port in sorted(expected ^ set(outputs)):
-        why = {"final_state": "output_final_state", "transition": "output_transition"}.get(port) or _GRADIENTS.get(port)
+        why = {"final_state": "output_final_state", "transition": "output_transition"}.get(
+            port
+        ) or _GRADIENTS.get(port)
         condition = f"exactly when {why} is given" if why else "always" if port in expected else "never"
         malformed(
             node,
@@ -357,7 +404,13 @@ def _fill_outputs(node: Any, extents: _Extents) -> None:
         dim = model.dim if model is not None else fixed[port]
         set_dim(out, dim)
         if out.dim != dim:
-            malformed(node, f"the dim set on {port} is not the one of its inputs", tensor=out, expected=dim, given=out.dim)
+            malformed(
+                node,
+                f"the dim set on {port} is not the one of its inputs",
+                tensor=out,
+                expected=dim,
+                given=out.dim,
+            )
         set_stride(out, row_major(dim))
         if port in ("final_state", "d_initial_state", "transition"):
             set_data_type(out, held)
@@ -371,9 +424,14 @@ def _fill_outputs(node: Any, extents: _Extents) -> None:
                 expected="HALF, BFLOAT16, FLOAT or DOUBLE",
                 given=out.data_type.name,
             )
-    states = [(port, tensor) for ports in (inputs, outputs) for port, tensor in ports.items() if port in _STATES]
+    states = [
+        (port, tensor) for ports in (inputs, outputs) for port, tensor in ports.items() if port in _STATES
+    ]
     for port, tensor in states:
-        if None not in (tensor.data_type, states[0][1].data_type) and tensor.data_type != states[0][1].data_type:
+        if (
+            None not in (tensor.data_type, states[0][1].data_type)
+            and tensor.data_type != states[0][1].data_type
+        ):
             malformed(
                 node,
                 f"{states[0][0]} and {port} have one data type",
@@ -398,11 +456,17 @@ def check_contents(params: Mapping[str, Any], inputs: Mapping[str, Array]) -> No
         for entry, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False), 1):
             if high < low:
                 raise ContentsError(
-                    "cu_seqlens", "boundaries do not decrease", f"at least {low} at entry {entry}", f"{high} there"
+                    "cu_seqlens",
+                    "boundaries do not decrease",
+                    f"at least {low} at entry {entry}",
+                    f"{high} there",
                 )
             if most is not None and high - low > most:
                 raise ContentsError(
-                    "cu_seqlens", "no sequence is longer than max_seqlen", f"at most {most} tokens", f"{high - low}"
+                    "cu_seqlens",
+                    "no sequence is longer than max_seqlen",
+                    f"at most {most} tokens",
+                    f"{high - low}",
                 )
         if bounds[-1] != tokens:
             raise ContentsError("cu_seqlens", "boundaries end at the number of tokens", tokens, bounds[-1])
@@ -412,5 +476,8 @@ def check_contents(params: Mapping[str, Any], inputs: Mapping[str, Array]) -> No
         for entry, row in enumerate(rows.tolist()):
             if not 0 <= row < pool:
                 raise ContentsError(
-                    "state_indices", "every sequence has a row of the pool", f"0 to {pool - 1}", f"{row} at entry {entry}"
+                    "state_indices",
+                    "every sequence has a row of the pool",
+                    f"0 to {pool - 1}",
+                    f"{row} at entry {entry}",
                 )

@@ -26,17 +26,17 @@ class LinearAttentionSummaryOps(GraphOps):
 
         final_state = initial_state @ transition + H
 
-    where transition [N, HO, K, K] depends on k, g and beta alone, and H is the final state that zeros lead to. So
-    pieces of a sequence can be summarised at the same time, their maps chained, and each piece run from its true
-    state. Gradients go the other way by the transposed map:
+    where transition [N, HO, K, K] depends on k, g and beta alone, and H is the final state that zeros lead
+    to. So pieces of a sequence can be summarised at the same time, their maps chained, and each piece run
+    from its true state. Gradients go the other way by the transposed map:
 
         d_initial_state = d_final_state @ transition + G
 
-    where G is the part that comes from dO. The transition of a backward summary is the transpose, in its last two axes,
-    of the forward's.
+    where G is the part that comes from dO. The transition of a backward summary is the transpose, in its last
+    two axes, of the forward's.
 
-    Without q the output heads HO are those of g and beta; heads of k and v (or q) divide them. Transitions have the
-    states' data type unless set. Errors are those of the class named above.
+    Without q the output heads HO are those of g and beta; heads of k and v (or q) divide them. Transitions
+    have the states' data type unless set. Errors are those of the class named above.
     """
 
     __slots__ = ()
@@ -67,8 +67,9 @@ class LinearAttentionSummaryOps(GraphOps):
     ) -> list[Tensor | None]:
         """The final states of `gdn` without its outputs; returns [final_state, transition].
 
-        final_state [N, HO, V, K] starts from initial_state, or from zeros: it is then H. transition [N, HO, K, K] is
-        None without `output_transition`. `use_qk_l2norm` normalises k. Everything else: see the class.
+        final_state [N, HO, V, K] starts from initial_state, or from zeros: it is then H. transition [N, HO,
+        K, K] is None without `output_transition`. `use_qk_l2norm` normalises k. Everything else: see the
+        class.
         """
         return _summary(
             self,
@@ -112,7 +113,9 @@ class LinearAttentionSummaryOps(GraphOps):
         compute_data_type: Any = None,
         out_dims: Any = None,
     ) -> list[Tensor | None]:
-        """The final states of `kda` without its outputs; returns [final_state, transition]. See `gdn_summary`."""
+        """The final states of `kda` without its outputs; returns [final_state, transition]. See
+        `gdn_summary`.
+        """
         return _summary(
             self,
             "kda_summary",
@@ -158,7 +161,9 @@ class LinearAttentionSummaryOps(GraphOps):
         compute_data_type: Any = None,
         out_dims: Any = None,
     ) -> list[Tensor | None]:
-        """The final states of `gdn2` without its outputs; returns [final_state, transition]. See `gdn_summary`."""
+        """The final states of `gdn2` without its outputs; returns [final_state, transition]. See
+        `gdn_summary`.
+        """
         return _summary(
             self,
             "gdn2_summary",
@@ -205,8 +210,8 @@ class LinearAttentionSummaryOps(GraphOps):
     ) -> list[Tensor | None]:
         """The gradient of the initial states of `gdn` alone; returns [d_initial_state, transition].
 
-        Without d_final_state [N, HO, V, K] d_initial_state [N, HO, V, K] is G. transition [N, HO, K, K] is None
-        without `output_transition`. Everything else: see the class.
+        Without d_final_state [N, HO, V, K] d_initial_state [N, HO, V, K] is G. transition [N, HO, K, K] is
+        None without `output_transition`. Everything else: see the class.
         """
         return _summary_bwd(
             self,

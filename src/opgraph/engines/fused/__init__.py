@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from opgraph.engines.device import CUDA
 from opgraph.engines.fused.pointwise import FORMULAS, STORAGE, Kernel, generate, shape_of
-from opgraph.engines.support import Candidate, CompiledPlan, Constraint, Declined, Engine, Target
+from opgraph.engines.support import Candidate, CompiledPlan, Constraint, Engine, Target
 from opgraph.ir.enums import behavior_note, data_type
 
 if TYPE_CHECKING:
@@ -24,7 +24,9 @@ _COMPUTE = (data_type.FLOAT, data_type.DOUBLE, data_type.INT32, data_type.INT64,
 def _device(spec: GraphSpec, target: Target) -> str | None:
     if target.device.device_type != CUDA:
         return f"the graph runs on {target.device}"
-    return "the device is a fake" if target.device.is_fake else None
+    if target.device.is_fake:
+        return "the device is a fake"
+    return None if target.device.compute_capability else f"no driver shows {target.device}"
 
 
 def _operators(spec: GraphSpec, target: Target) -> str | None:
@@ -100,8 +102,6 @@ class FusedEngine(Engine):
         wide = generate(spec, vectorise=True)
         ordinal = target.device.ordinal
         capability = target.device.compute_capability
-        if capability is None:
-            raise Declined("device: the driver does not tell its compute capability")
         ranks = [len(t.dim) for t in spec.operands]
         program = None
         if wide.aligned:  # addresses of lower alignment run the form without wide accesses
