@@ -48,6 +48,13 @@ def heads(graph: Any) -> tuple[Any, Any, Any]:
     return q, graph.tensor([2, 2, 7, 8]), graph.tensor([2, 2, 7, 16])
 
 
+def channel_tensors(graph: Any, count: int) -> list[Any]:
+    return [graph.tensor([1, 3, 1, 1], [10, 2, 2, 2]) for _ in range(count)]
+
+
+CONVOLUTION = {"padding": [1, 1], "stride": [1, 2], "dilation": [1, 1]}
+_CHANNEL = ((1, 3, 1, 1), channels_last((1, 3, 1, 1)), None)
+_IMAGE = ((2, 3, 1, 1), channels_last((2, 3, 1, 1)), None)
 _KEPT = (2, 1, 1, 6)
 _STATISTIC = (_KEPT, preserving(_KEPT, ODD[1]), None)
 _SCALE = ((1, 3, 4, 1), (50, 1, 5, 5), None)
@@ -116,6 +123,49 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], list[Any]]] = {
     "rmsnorm_backward": (
         "rmsnorm_backward", norm_backward("rmsnorm_backward", has_dbias=True), [(*ODD, None), _SCALE, _SCALE]
     ),
+    "conv_fprop": (
+        "conv_fprop",
+        lambda g: g.conv_fprop(of(g, ODD), g.tensor([5, 3, 3, 2]), **CONVOLUTION),
+        [((2, 5, 4, 4), channels_last((2, 5, 4, 4)), None)],
+    ),
+    "conv_dgrad, dims set": (
+        "conv_dgrad",
+        lambda g: g.conv_dgrad(g.tensor([2, 5, 4, 4]), g.tensor([5, 3, 3, 2]), **CONVOLUTION).set_dim(ODD[0]),
+        [(ODD[0], channels_last(ODD[0]), None)],
+    ),
+    "conv_wgrad, dims set": (
+        "conv_wgrad",
+        lambda g: g.conv_wgrad(of(g, ODD), g.tensor([2, 5, 4, 4]), **CONVOLUTION, out_dims=[5, 3, 3, 2]),
+        [((5, 3, 3, 2), channels_last((5, 3, 3, 2)), None)],
+    ),
+    "batchnorm": (
+        "batchnorm",
+        lambda g: g.batchnorm(of(g, ODD), *channel_tensors(g, 4), epsilon=1e-5, momentum=0.1),
+        [(*ODD, None)] + [_CHANNEL] * 4,
+    ),
+    "batchnorm_inference": (
+        "batchnorm_inference", lambda g: g.batchnorm_inference(of(g, ODD), *channel_tensors(g, 4)), [(*ODD, None)]
+    ),
+    "batchnorm_backward": (
+        "batchnorm_backward",
+        lambda g: g.batchnorm_backward(g.tensor(ODD[0]), of(g, ODD), *channel_tensors(g, 3)),
+        [(ODD[0], channels_last(ODD[0]), None), _CHANNEL, _CHANNEL],
+    ),
+    "genstats": ("genstats", lambda g: g.genstats(of(g, ODD)), [_CHANNEL, _CHANNEL]),
+    "instancenorm": (
+        "instancenorm",
+        lambda g: g.instancenorm(of(g, ODD), *channel_tensors(g, 2), 1e-5, TRAINING),
+        [(*ODD, None), _IMAGE, _IMAGE],
+    ),
+    "instancenorm_backward": (
+        "instancenorm_backward",
+        lambda g: g.instancenorm_backward(
+            g.tensor(ODD[0]), of(g, ODD), *channel_tensors(g, 1), g.tensor(_IMAGE[0]), g.tensor(_IMAGE[0])
+        ),
+        [(ODD[0], channels_last(ODD[0]), None), _CHANNEL, _CHANNEL],
+    ),
+    "rope": ("rope", lambda g: g.rope(of(g, ODD), g.tensor([4, 6])), [(*ODD, None)]),
+    "rope_backward": ("rope_backward", lambda g: g.rope_backward(of(g, ODD), g.tensor([4, 6])), [(*ODD, None)]),
     "sdpa": (
         "sdpa",
         lambda g: g.sdpa(*heads(g), generate_stats=True),

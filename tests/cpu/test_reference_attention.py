@@ -143,7 +143,13 @@ BANDS = {
 def blocking(request, monkeypatch):
     """The same numbers must come out however the work is cut."""
     if request.param in ("small blocks", "threads"):
-        for name, value in (("_SCORE_BYTES", 200), ("_RUN_BYTES", 200), ("_ROWS", 3), ("_LEAST_ROWS", 2)):
+        for name, value in (
+            ("_SCORE_BYTES", 200),
+            ("_RUN_BYTES", 200),
+            ("_VECTOR", 3),
+            ("_ROWS", 3),
+            ("_LEAST_ROWS", 2),
+        ):
             monkeypatch.setattr(attention_blocks, name, value)
     if request.param == "threads":
         monkeypatch.setattr(threads, "usable_cores", lambda: 3)

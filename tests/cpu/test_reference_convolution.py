@@ -1,4 +1,4 @@
-"""The NumPy references of convolutions and rotary embeddings: blocks, adjoints, integers, memory, in place."""
+"""The NumPy references of convolutions: blocks, adjoints, integers, memory, in place."""
 
 from __future__ import annotations
 
@@ -13,24 +13,17 @@ from hypothesis import strategies as st
 
 import opgraph
 from opgraph import convolution_mode, data_type
-from opgraph.ops import OPS, Math, OutSpec, RefCall, convolution_blocks, rope
+from opgraph.ops import OPS, Math, OutSpec, RefCall, convolution_blocks
 
 T = data_type
 ROW_MAJOR, CHANNELS_LAST = "row-major", "channels last"
-OUTPUTS = {
-    "conv_fprop": "Y",
-    "conv_dgrad": "DX",
-    "conv_wgrad": "DW",
-    "rope": "OUT_0",
-    "rope_backward": "OUT_0",
-}
+OUTPUTS = {"conv_fprop": "Y", "conv_dgrad": "DX", "conv_wgrad": "DW"}
 
 
 @pytest.fixture
 def many_blocks(monkeypatch):
     monkeypatch.setattr(convolution_blocks, "_BLOCK", 60)
     monkeypatch.setattr(convolution_blocks, "_SMALL_BLOCK", 20)
-    monkeypatch.setattr(rope, "_BLOCK", 20)
 
 
 def reference(
@@ -275,59 +268,6 @@ def test_convolution_in_place(op, groups, precision):
     right = reference(op, inputs, dim, params_of(2, pre_padding=(1, 1), post_padding=(1, 1)))
     run(graph, {a: buffer, w: weight, y: buffer}, precision)
     np.testing.assert_allclose(buffer, right, 1e-5, 1e-5)
-
-
-@pytest.mark.parametrize("op", ["rope", "rope_backward"])
-def test_rotation_in_place(op, precision, many_blocks):
-    graph = opgraph.pygraph(io_data_type=T.FLOAT)
-    x, freqs = graph.tensor([2, 3, 5, 8], name="x"), graph.tensor([5, 6], name="f")
-    y = getattr(graph, op)(x, freqs, 0.5, 6).set_output(True)
-    rng = np.random.default_rng(5)
-    buffer, angles = rng.standard_normal((2, 3, 5, 8), np.float32), rng.standard_normal((5, 6), np.float32)
-    inputs = {"input" if op == "rope" else "dY": buffer.copy(), "freqs": angles}
-    right = reference(op, inputs, buffer.shape, {"output_scale": 0.5, "rope_dim": 6})
-    run(graph, {x: buffer, freqs: angles, y: buffer}, precision)
-    np.testing.assert_allclose(buffer, right, 1e-5, 1e-5)
-
-
-# ---- rotary embedding
-
-
-def turn(op: str, x: Any, angles: Any, scale: float = 1.0, rope_dim: int = 0) -> Any:
-    port = "input" if op == "rope" else "dY"
-    return reference(op, {port: x, "freqs": angles}, x.shape, {"output_scale": scale, "rope_dim": rope_dim})
-
-
-def test_backward_is_the_inverse_rotation(many_blocks):
-    rng = np.random.default_rng(6)
-    x, half = rng.standard_normal((2, 3, 5, 8)), rng.uniform(-9, 9, (5, 3))
-    angles = np.concatenate([half, half], -1)
-    y = turn("rope", x, angles, rope_dim=6)
-    np.testing.assert_allclose(np.linalg.norm(y, axis=-1), np.linalg.norm(x, axis=-1), 1e-12)
-    np.testing.assert_allclose(turn("rope_backward", y, angles, rope_dim=6), x, 1e-12, 1e-12)
-    assert np.array_equal(y[..., 6:], x[..., 6:])
-    scaled = turn("rope_backward", turn("rope", x, angles, 0.5, 6), angles, 0.5, 6)
-    np.testing.assert_allclose(scaled, 0.25 * x, 1e-12, 1e-12)
-
-
-def test_angles_may_differ_within_a_pair():
-    """Then it is no rotation, and the gradient is the transposed map."""
-    rng = np.random.default_rng(7)
-    x, dy, angles = (
-        rng.standard_normal((1, 2, 3, 4)),
-        rng.standard_normal((1, 2, 3, 4)),
-        rng.uniform(-4, 4, (3, 4)),
-    )
-    y = turn("rope", x, angles, 0.5)
-    x1, x2, a1, a2 = x[..., :2], x[..., 2:], angles[..., :2], angles[..., 2:]
-    right = [x1 * np.cos(a1) - x2 * np.sin(a1), x2 * np.cos(a2) + x1 * np.sin(a2)]
-    np.testing.assert_allclose(y, 0.5 * np.concatenate(right, -1), 1e-12, 1e-12)
-    dx = turn("rope_backward", dy, angles, 0.5)
-    np.testing.assert_allclose((dx * x).sum(), (dy * y).sum(), 1e-12)
-    for flat in range(x.size):
-        one = np.zeros(x.shape)
-        one.flat[flat] = 1
-        np.testing.assert_allclose(dx.flat[flat], (turn("rope", one, angles, 0.5) * dy).sum(), 1e-12, 1e-12)
 
 
 # ---- fewer images at a call

@@ -92,8 +92,8 @@ class AttentionOps(GraphOps):
             O = P v;  Stats = M + ln L;  score_max = M;  score_sum_exp = L
 
         A row with every key masked has P = 0 and O = 0, M = Stats = -inf and L = 0 (with a sink: Stats =
-        sink). Query rows at or beyond their length are such rows, with a sink too: O = 0, Stats = -inf. Keys
-        and values at or beyond theirs are never read, NaN or not.
+        sink). Query rows at or beyond their length are such rows, with a sink too: O = 0, Stats = -inf. What
+        keys and values hold at or beyond their length does not matter, NaN or not.
 
         Shapes, with axes batch, head, row, channel (strides free, but 1 on the last axis):
         q [B, Hq, Sq, Dqk], k [B, Hk, Skv, Dqk], v [B, Hv, Skv, Dv]; Hk and Hv divide Hq, and query head h

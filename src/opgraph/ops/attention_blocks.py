@@ -1,7 +1,7 @@
 """The arithmetic of attention on the CPU: blocks of query rows against the keys that they can see.
 
 A block of scores is made by one matrix product, masked, exponentiated and multiplied with the values while it
-lies in the second level cache. Masks are slices where they can be: keys beyond a length are never touched,
+lies in the second level cache. Masks are slices where they can be: values beyond a length are never touched,
 and a band visits only the columns between its edges. Memory is linear in the sequence lengths.
 """
 
@@ -219,10 +219,13 @@ class Attention:
                 row_max[e0:e1], row_sum[e0:e1], result[e0:e1] = -np.inf, 0, 0
                 continue
             run = slice(b0 + e0, b0 + e1)
-            # Rows of whole vectors, where there are keys to fill them, for the product and the exponential.
-            wide = min(columns + -columns % _VECTOR, self._k.shape[2] - first)
+            wide = columns
+            if not first:  # whole vectors, filled up with keys that are masked again
+                wide = min(columns + -columns % _VECTOR, self._k.shape[2])
             scores = take("scores", (e1 - e0, units, tall, wide))
-            _product(queries[e0:e1], self._keys(scratch, run, part[1], first, first + wide, copy_keys), scores)
+            _product(
+                queries[e0:e1], self._keys(scratch, run, part[1], first, first + wide, copy_keys), scores
+            )
             if self._masked:
                 grid = scores.reshape(e1 - e0, units, group, rows, wide)[..., :columns]
                 self._mask(scratch, grid, (run, part[1]), i0, first, delta)

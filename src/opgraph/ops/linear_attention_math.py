@@ -1,4 +1,4 @@
-"""What every evaluation of gated linear attention shares: operands at the output heads, gates, and their gradients.
+"""What every evaluation of gated linear attention shares: operands, gates, their gradients, and outputs.
 
 The recurrence of one head, with the state held as it is stored, X = S^T [V, K]:
 
@@ -194,7 +194,8 @@ class Operands:
     """
 
     __slots__ = (
-        "K", "N", "V", "channel_beta", "channel_gate", "cu", "dtype", "heads", "inputs", "lengths", "params", "scale",
+        "K", "N", "V", "channel_beta", "channel_gate", "cu", "dtype", "heads", "inputs", "lengths",
+        "params", "scale",
     )  # fmt: skip
 
     def __init__(self, call: RefCall, dtype: np.dtype[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The long names of gated linear attention: `gated_delta_net`, `gated_delta_net_v2`, `kimi_delta_attention`."""
+"""Long names of gated linear attention: `gated_delta_net`, `gated_delta_net_v2`, `kimi_delta_attention`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LinearAttentionNames(LinearAttentionOps):
         `use_qk_l2norm_in_kernel` and `use_beta_sigmoid_in_kernel` are its `use_qk_l2norm` and
         `use_beta_sigmoid`.
         """
-        packed, cu_seqlens, batch = _packed(self, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, cu_seqlens)
+        packed, cu_seqlens, dim = _packed(self, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, cu_seqlens)
         results = self.gdn(
             packed["q"],
             packed["k"],
@@ -87,7 +87,7 @@ class LinearAttentionNames(LinearAttentionOps):
             name=name,
             compute_data_type=compute_data_type,
         )
-        return _unpacked(self, results, batch)
+        return _unpacked(self, results, dim)
 
     @graph_op
     def gated_delta_net_v2(
@@ -121,7 +121,7 @@ class LinearAttentionNames(LinearAttentionOps):
         compute_data_type: Any = None,
     ) -> list[Tensor | None]:
         """`gdn2` under its long name; see `gated_delta_net`."""
-        packed, cu_seqlens, batch = _packed(
+        packed, cu_seqlens, dim = _packed(
             self, {"q": q, "k": k, "v": v, "g": g, "beta": beta, "w": w}, cu_seqlens
         )
         results = self.gdn2(
@@ -152,7 +152,7 @@ class LinearAttentionNames(LinearAttentionOps):
             name=name,
             compute_data_type=compute_data_type,
         )
-        return _unpacked(self, results, batch)
+        return _unpacked(self, results, dim)
 
     @graph_op
     def kimi_delta_attention(
@@ -184,7 +184,7 @@ class LinearAttentionNames(LinearAttentionOps):
         compute_data_type: Any = None,
     ) -> list[Tensor | None]:
         """`kda` under its long name; see `gated_delta_net`."""
-        packed, cu_seqlens, batch = _packed(self, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, cu_seqlens)
+        packed, cu_seqlens, dim = _packed(self, {"q": q, "k": k, "v": v, "g": g, "beta": beta}, cu_seqlens)
         results = self.kda(
             packed["q"],
             packed["k"],
@@ -211,7 +211,7 @@ class LinearAttentionNames(LinearAttentionOps):
             name=name,
             compute_data_type=compute_data_type,
         )
-        return _unpacked(self, results, batch)
+        return _unpacked(self, results, dim)
 
 
 def _dim(x: Any) -> tuple[int, ...]:

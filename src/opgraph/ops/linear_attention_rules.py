@@ -1,8 +1,10 @@
-"""Which nodes of the gated linear attention family are valid, the geometry of their outputs, and what their length and
-index operands may hold."""
+"""Gated linear attention: which nodes are valid, the geometry of their outputs, and what boundaries and indices may
+hold.
+"""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -453,7 +455,7 @@ def check_contents(params: Mapping[str, Any], inputs: Mapping[str, Array]) -> No
         most = params["max_seqlen"]
         if bounds[0] != 0:
             raise ContentsError("cu_seqlens", "boundaries start at 0", 0, f"{bounds[0]} at entry 0")
-        for entry, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False), 1):
+        for entry, (low, high) in enumerate(pairwise(bounds), 1):
             if high < low:
                 raise ContentsError(
                     "cu_seqlens",

@@ -1,5 +1,6 @@
-"""A sequence as an affine map of its state, to split it over devices: `gdn_summary`, `gdn2_summary`, `kda_summary` and
-their `_bwd`."""
+"""Sequences as affine maps of their states, to split them: `gdn_summary`, `gdn2_summary`, `kda_summary` and their
+`_bwd`.
+"""
 
 from __future__ import annotations
 
@@ -75,13 +76,14 @@ class LinearAttentionSummaryOps(GraphOps):
             self,
             "gdn_summary",
             {
-                "k": k, "v": v, "g": g, "beta": beta, "cu_seqlens": cu_seqlens, "initial_state": initial_state,
-                "a_log": a_log, "dt_bias": dt_bias,
+                "k": k, "v": v, "g": g, "beta": beta, "cu_seqlens": cu_seqlens,
+                "initial_state": initial_state, "a_log": a_log, "dt_bias": dt_bias,
             },
             {
                 "output_transition": output_transition, "use_qk_l2norm": use_qk_l2norm,
-                "use_beta_sigmoid": use_beta_sigmoid, "allow_neg_eigval": allow_neg_eigval, "safe_gate": safe_gate,
-                "gate_domain": gate_domain, "batch_invariant": batch_invariant, "max_seqlen": max_seqlen,
+                "use_beta_sigmoid": use_beta_sigmoid, "allow_neg_eigval": allow_neg_eigval,
+                "safe_gate": safe_gate, "gate_domain": gate_domain, "batch_invariant": batch_invariant,
+                "max_seqlen": max_seqlen,
             },
             name,
             compute_data_type,
@@ -120,13 +122,13 @@ class LinearAttentionSummaryOps(GraphOps):
             self,
             "kda_summary",
             {
-                "k": k, "v": v, "g": g, "beta": beta, "cu_seqlens": cu_seqlens, "initial_state": initial_state,
-                "a_log": a_log, "dt_bias": dt_bias,
+                "k": k, "v": v, "g": g, "beta": beta, "cu_seqlens": cu_seqlens,
+                "initial_state": initial_state, "a_log": a_log, "dt_bias": dt_bias,
             },
             {
                 "output_transition": output_transition, "use_qk_l2norm": use_qk_l2norm,
-                "use_beta_sigmoid": use_beta_sigmoid, "allow_neg_eigval": allow_neg_eigval, "safe_gate": safe_gate,
-                "gate_domain": gate_domain, "batch_invariant": batch_invariant,
+                "use_beta_sigmoid": use_beta_sigmoid, "allow_neg_eigval": allow_neg_eigval,
+                "safe_gate": safe_gate, "gate_domain": gate_domain, "batch_invariant": batch_invariant,
                 "gate_lower_bound": gate_lower_bound, "max_seqlen": max_seqlen,
             },
             name,
@@ -173,8 +175,8 @@ class LinearAttentionSummaryOps(GraphOps):
             },
             {
                 "output_transition": output_transition, "use_qk_l2norm": use_qk_l2norm,
-                "use_beta_sigmoid": use_beta_sigmoid, "allow_neg_eigval": allow_neg_eigval, "safe_gate": safe_gate,
-                "gate_domain": gate_domain, "batch_invariant": batch_invariant,
+                "use_beta_sigmoid": use_beta_sigmoid, "allow_neg_eigval": allow_neg_eigval,
+                "safe_gate": safe_gate, "gate_domain": gate_domain, "batch_invariant": batch_invariant,
                 "gate_lower_bound": gate_lower_bound, "beta_guard": beta_guard, "max_seqlen": max_seqlen,
             },
             name,
@@ -222,8 +224,9 @@ class LinearAttentionSummaryOps(GraphOps):
             },
             {
                 "scale": scale, "output_transition": output_transition, "use_qk_l2norm": use_qk_l2norm,
-                "use_beta_sigmoid": use_beta_sigmoid, "allow_neg_eigval": allow_neg_eigval, "safe_gate": safe_gate,
-                "gate_domain": gate_domain, "batch_invariant": batch_invariant, "max_seqlen": max_seqlen,
+                "use_beta_sigmoid": use_beta_sigmoid, "allow_neg_eigval": allow_neg_eigval,
+                "safe_gate": safe_gate, "gate_domain": gate_domain, "batch_invariant": batch_invariant,
+                "max_seqlen": max_seqlen,
             },
             name,
             compute_data_type,
@@ -269,8 +272,8 @@ class LinearAttentionSummaryOps(GraphOps):
             },
             {
                 "scale": scale, "output_transition": output_transition, "use_qk_l2norm": use_qk_l2norm,
-                "use_beta_sigmoid": use_beta_sigmoid, "allow_neg_eigval": allow_neg_eigval, "safe_gate": safe_gate,
-                "gate_domain": gate_domain, "batch_invariant": batch_invariant,
+                "use_beta_sigmoid": use_beta_sigmoid, "allow_neg_eigval": allow_neg_eigval,
+                "safe_gate": safe_gate, "gate_domain": gate_domain, "batch_invariant": batch_invariant,
                 "gate_lower_bound": gate_lower_bound, "max_seqlen": max_seqlen,
             },
             name,
@@ -319,8 +322,8 @@ class LinearAttentionSummaryOps(GraphOps):
             },
             {
                 "scale": scale, "output_transition": output_transition, "use_qk_l2norm": use_qk_l2norm,
-                "use_beta_sigmoid": use_beta_sigmoid, "allow_neg_eigval": allow_neg_eigval, "safe_gate": safe_gate,
-                "gate_domain": gate_domain, "batch_invariant": batch_invariant,
+                "use_beta_sigmoid": use_beta_sigmoid, "allow_neg_eigval": allow_neg_eigval,
+                "safe_gate": safe_gate, "gate_domain": gate_domain, "batch_invariant": batch_invariant,
                 "gate_lower_bound": gate_lower_bound, "beta_guard": beta_guard, "max_seqlen": max_seqlen,
             },
             name,
