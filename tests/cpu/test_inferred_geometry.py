@@ -144,7 +144,9 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], list[Any]]] = {
         [(*ODD, None)] + [_CHANNEL] * 4,
     ),
     "batchnorm_inference": (
-        "batchnorm_inference", lambda g: g.batchnorm_inference(of(g, ODD), *channel_tensors(g, 4)), [(*ODD, None)]
+        "batchnorm_inference",
+        lambda g: g.batchnorm_inference(of(g, ODD), *channel_tensors(g, 4)),
+        [(*ODD, None)],
     ),
     "batchnorm_backward": (
         "batchnorm_backward",
@@ -165,7 +167,9 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], list[Any]]] = {
         [(ODD[0], channels_last(ODD[0]), None), _CHANNEL, _CHANNEL],
     ),
     "rope": ("rope", lambda g: g.rope(of(g, ODD), g.tensor([4, 6])), [(*ODD, None)]),
-    "rope_backward": ("rope_backward", lambda g: g.rope_backward(of(g, ODD), g.tensor([4, 6])), [(*ODD, None)]),
+    "rope_backward": (
+        "rope_backward", lambda g: g.rope_backward(of(g, ODD), g.tensor([4, 6])), [(*ODD, None)]
+    ),
     "sdpa": (
         "sdpa",
         lambda g: g.sdpa(*heads(g), generate_stats=True),

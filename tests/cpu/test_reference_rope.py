@@ -72,7 +72,7 @@ def test_angles_may_differ_within_a_pair():
 
 @pytest.mark.parametrize("op", ["rope", "rope_backward"])
 def test_rotation_in_place(op, precision):
-    graph = opgraph.pygraph(io_data_type=T.FLOAT)
+    graph = opgraph.pygraph(io_data_type=FLOAT)
     x, freqs = graph.tensor([2, 3, 5, 8], name="x"), graph.tensor([5, 6], name="f")
     y = getattr(graph, op)(x, freqs, 0.5, 6).set_output(True)
     rng = np.random.default_rng(5)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import NoReturn, ParamSpec, TypeVar
 
+    from ..ir.enums import tensor_reordering
     from ..ir.tensor import Tensor
 
     P = ParamSpec("P")
@@ -143,15 +144,22 @@ class OutSpec:
     """Where a reference's result goes: live `shape`, `data_type` with its NumPy `dtype`, and `view`.
 
     `view` is the array to write into, or None. A reference may write into it as its last action, by a single
-    ufunc or matrix product, because it may alias the inputs.
+    ufunc or matrix product, because it may alias the inputs. `reordering` is the declared one; results are
+    plain arrays whatever it is.
     """
 
-    __slots__ = ("data_type", "dtype", "shape", "view")
+    __slots__ = ("data_type", "dtype", "reordering", "shape", "view")
 
     def __init__(
-        self, shape: tuple[int, ...], data_type: data_type, dtype: np.dtype[Any], view: Array | None = None
+        self,
+        shape: tuple[int, ...],
+        data_type: data_type,
+        dtype: np.dtype[Any],
+        view: Array | None = None,
+        reordering: tensor_reordering | None = None,
     ) -> None:
         self.shape = shape
+        self.reordering = reordering
         self.data_type = data_type
         self.dtype = dtype
         self.view = view

@@ -173,7 +173,7 @@ class LinearAttentionOps(GraphOps):
         compute_data_type: Any = None,
         out_dims: Any = None,
     ) -> list[Tensor | None]:
-        """Kimi delta attention: `gdn` with a decay per key channel; returns [O, final_state, state_checkpoints].
+        """Kimi delta attention, a decay per key channel; returns [O, final_state, state_checkpoints].
 
             S = diag(exp(g)) S;  S = S + beta k (v - S^T k)^T;  O = scale * S^T q
 

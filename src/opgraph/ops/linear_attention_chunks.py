@@ -8,9 +8,8 @@ the writes U solve (I + L) U = w * v - (e e^G) S, and
 
     O = scale ((q e^G) S + P U),    S' = e^{G_C} S + (k e^{G_C - G})^T U
 
-What does not depend on the state is computed for many chunks together. Only full chunks are ever multiplied:
-short ones are padded with zero rows, so what is computed for one sequence does not depend on the others, to
-the bit.
+What does not depend on the state is computed for many chunks together. Short chunks are padded with zero
+rows: products always have the same extents, so a sequence's results do not depend on the others by a bit.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ _TILE_BYTES = 1 << 19
 
 
 class _Tile:
-    """Consecutive chunks of one or more sequences: `offsets` [steps, sequences] from the start of each
-    sequence.
-    """
+    """Consecutive chunks of some sequences: `offsets` [steps, sequences] from the starts of these."""
 
     __slots__ = ("offsets", "place")
 
@@ -228,9 +225,7 @@ def _put_checkpoints(
 
 
 def backward(operands: Operands, sinks: Mapping[str, Sink]) -> Gate:
-    """Fills the gradients of a backward node, or those of a summary; returns the gate with its parameter
-    gradients.
-    """
+    """Fills the gradients of a backward or summary node; returns the gate, with those of its parameters."""
     gate = Gate(operands, inner=True)
     summary = "dQ" not in sinks
     for group in _groups(operands, range(operands.N)):
@@ -272,7 +267,7 @@ def _states_of_tiles(operands: Operands, gate: Gate, group: _Group) -> list[Arra
 def _gradients(
     factors: _Factors, states: Array, do: Array, slopes: Array, dx: Array, sinks: Mapping[str, Sink]
 ) -> None:
-    """Everything that is left once the chain of states has been walked both ways; `slopes` after each chunk."""
+    """All gradients of a tile, from the states before each chunk and their gradients (`slopes`) after it."""
     rows, decay = factors.rows, factors.decay
     q, k, e = rows.q, rows.k, factors.e
     written = factors.written(states)

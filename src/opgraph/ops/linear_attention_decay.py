@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ChannelDecay", "ScalarDecay", "diagonals", "product", "unit_lower_inverse"]
 
-# OpenBLAS multiplies up to this m*n*k without packing or threads, which is its best for matrices of a chunk's
-# size.
+# OpenBLAS multiplies up to this m*n*k without packing or threads, its best for matrices of a chunk's size.
 _SMALL_PRODUCT = 1_000_000
 # Rows of the diagonal blocks that are inverted by substitution, before blocks are merged in pairs.
 _INVERSE_ROWS = 16
@@ -145,16 +144,16 @@ class ScalarDecay:
 
     def collect_states(self, states: Array, slopes: Array) -> Array:
         """The gradient that reaches the last G through e^{G_C} S, [.., 1]; states and slopes [.., K, V]."""
-        return (np.vecdot(states, slopes).sum(-1, keepdims=True)) * self.end[..., 0]
+        return np.vecdot(states, slopes).sum(-1, keepdims=True) * self.end[..., 0]
 
 
 class ChannelDecay:
-    """One decay per token, head and key channel: log [.., C, K]. Members as of `ScalarDecay`, `end` [.., K, 1].
+    """One decay per token, head and key channel: log [.., C, K]. Members as those of `ScalarDecay`.
 
-    The sum over channels has the decay inside. It is split at an anchor A between the rows i and j, as e^{G_i
-    - A} e^{A - G_j}, both at most 1: the chunk is halved again and again, with the first row of the lower
-    half as anchor for the products of lower with upper rows, down to blocks of 4 rows, whose pairs are taken
-    one by one.
+    `inner` and `outer` are [.., C, K], `end` is [.., K, 1]. The sum over channels has the decay inside, so it
+    is split at an anchor A between the rows i and j: e^{G_i - A} e^{A - G_j}, neither above 1. The chunk is
+    halved again and again; for the products of lower with upper rows the first lower row is the anchor. In
+    the blocks of 4 rows that are left, pairs are taken one by one.
     """
 
     __slots__ = ("_halves", "_pairs", "end", "inner", "outer")
@@ -206,24 +205,36 @@ class ChannelDecay:
                 back += product(block.swapaxes(-1, -2), _halves(a, half)[1] * from_anchor)
             back *= to_anchor
             _halves(dk, half)[0][...] += back
-        for apart in range(_PAIR_ROWS - 1, -1, -1):
-            if apart == 0:
-                # Pairs of a row with itself cancel in the gradient of G, and are not to be lost in it.
-                sums = sum((a * da for a, da in zip(left, d_left, strict=True)), -k * dk)
-            source = self._earlier(k, apart)
-            for weight, a, da in zip(weights, left, d_left, strict=True):
-                factor = diagonals(weight, _PAIR_ROWS, apart)[..., None]
-                _rows_of_blocks(da)[..., apart:, :] += factor * source
-                term = factor * _rows_of_blocks(a)[..., apart:, :]
-                if apart:
-                    term *= self._pairs[apart - 1]
-                _rows_of_blocks(dk)[..., : _PAIR_ROWS - apart, :] += term
+        for apart in range(1, _PAIR_ROWS):
+            self._pull_pairs(apart, weights, left, k, d_left, dk)
+        # Before the pairs of rows with themselves: in the gradient of G these cancel, but for their rounding.
+        sums = -k * dk
+        for a, da in zip(left, d_left, strict=True):
+            sums += a * da
+        self._pull_pairs(0, weights, left, k, d_left, dk)
         return d_left, dk, sums
 
+    def _pull_pairs(
+        self,
+        apart: int,
+        weights: Sequence[Array],
+        left: Sequence[Array],
+        k: Array,
+        d_left: Sequence[Array],
+        dk: Array,
+    ) -> None:
+        """Adds what comes from the rows i and i - `apart` of each block."""
+        source = self._earlier(k, apart)
+        for weight, a, da in zip(weights, left, d_left, strict=True):
+            factor = diagonals(weight, _PAIR_ROWS, apart)[..., None]
+            _rows_of_blocks(da)[..., apart:, :] += factor * source
+            term = factor * _rows_of_blocks(a)[..., apart:, :]
+            if apart:
+                term *= self._pairs[apart - 1]
+            _rows_of_blocks(dk)[..., : _PAIR_ROWS - apart, :] += term
+
     def _earlier(self, k: Array, apart: int) -> Array:
-        """k_{i - apart} e^{G_i - G_{i - apart}} for the rows i of each block that have one, [.., blocks,
-        rows, K].
-        """
+        """k_{i - apart} e^{G_i - G_{i - apart}}, [.., blocks, rows i that have such a row, K]."""
         rows = _rows_of_blocks(k)
         return rows[..., : _PAIR_ROWS - apart, :] * self._pairs[apart - 1] if apart else rows
 
@@ -251,9 +262,7 @@ def _rows_of_blocks(array: Array) -> Array:
 
 
 def _blocks_below(square: Array, half: int) -> Array:
-    """Of [.., C, C]: the blocks of lower rows and upper columns of the diagonal blocks of 2 * half, as a
-    view.
-    """
+    """The lower left quarters of the diagonal blocks of 2 * half rows of [.., C, C], as a view."""
     row, column = square.strides[-2:]
     return np.lib.stride_tricks.as_strided(
         square[..., half:, :],
@@ -263,9 +272,7 @@ def _blocks_below(square: Array, half: int) -> Array:
 
 
 def diagonals(square: Array, rows: int, below: int) -> Array:
-    """Of [.., C, C]: the elements `below` the diagonal in each diagonal block of `rows`, [.., blocks, n], as
-    a view.
-    """
+    """The elements so far below the diagonal in each diagonal block of `rows` of [.., C, C], as a view."""
     row, column = square.strides[-2:]
     return np.lib.stride_tricks.as_strided(
         square[..., below:, :],

@@ -78,10 +78,9 @@ class Place:
 
 
 class Sink:
-    """An output that is filled row by row: its buffer where that shares no memory with an input, else an array.
+    """An output that is filled row by row: its buffer, or an array where that shares memory with an input.
 
-    `same_as` is an input that it may share all of its memory with, element by element, because every row is
-    read before it is written.
+    `same_as` is an input that may be the very same buffer, because every row is read before it is written.
     """
 
     __slots__ = ("_data_type", "array")

@@ -1,6 +1,4 @@
-"""Gated linear attention: which nodes are valid, the geometry of their outputs, and what boundaries and indices may
-hold.
-"""
+"""Gated linear attention: which nodes are valid, what their outputs look like, what boundaries and indices hold."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def forward(operands: Operands, sequences: Sequence[int], sinks: Mapping[str, Si
 
 
 def start_states(operands: Operands, group: Sequence[int], transition: bool) -> Array:
-    """The states before the first tokens [n, S, G, V, K]; for the transition with K more rows, the identity."""
+    """The states before the first tokens [n, S, G, V, K], with K more rows, the identity, for a transition."""
     inputs, (few, shared), width, channels = operands.inputs, operands.heads, operands.V, operands.K
     states = np.zeros(
         (len(group), few, shared, width + (channels if transition else 0), channels), operands.dtype
@@ -116,9 +116,7 @@ def _blocks(operands: Operands, group: Sequence[int], most: int) -> Iterator[tup
 
 
 def backward(operands: Operands, sinks: Mapping[str, Sink]) -> Gate:
-    """Fills the gradients of a backward node, or those of a summary; returns the gate with its parameter
-    gradients.
-    """
+    """Fills the gradients of a backward or summary node; returns the gate, with those of its parameters."""
     gate = Gate(operands, inner=False)
     summary = "dQ" not in sinks
     for group in _groups(operands, range(operands.N)):

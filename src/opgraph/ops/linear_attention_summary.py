@@ -1,6 +1,4 @@
-"""Sequences as affine maps of their states, to split them: `gdn_summary`, `gdn2_summary`, `kda_summary` and their
-`_bwd`.
-"""
+"""Sequences as affine maps of their states: `gdn_summary`, `gdn2_summary`, `kda_summary` and their `_bwd`."""
 
 from __future__ import annotations
 

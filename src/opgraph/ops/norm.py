@@ -448,6 +448,8 @@ def layernorm_rows(
     x and out [rows, n], scale and bias [n] or None; mean and inv_std [rows] are filled, or None. out may not
     overlap the others.
     """
+    if _layernorm_native(x, scale, bias, epsilon, out, mean, inv_std):
+        return
     count, length = x.shape
     ones = np.ones(length, x.dtype)
     for block in _blocks(count, length, x.itemsize):
@@ -468,6 +470,28 @@ def layernorm_rows(
             mean[block] = average
         if inv_std is not None:
             inv_std[block] = inverse
+
+
+def _layernorm_native(
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    epsilon: float,
+    out: Array,
+    mean: Array | None,
+    inv_std: Array | None,
+) -> bool:
+    """`layernorm_rows` in one pass, for float32; False where that is not possible or not exact enough."""
+    if x.dtype != np.float32 or not x.size or not (x.flags.c_contiguous and out.flags.c_contiguous):
+        return False
+    from .. import _native  # here, so that the operators can be described without the native module
+
+    mean = np.empty(len(x), x.dtype) if mean is None else mean
+    inv_std = np.empty(len(x), x.dtype) if inv_std is None else inv_std
+    scale = None if scale is None else np.ascontiguousarray(scale)
+    bias = None if bias is None else np.ascontiguousarray(bias)
+    _native.layernorm_rows(x, scale, bias, epsilon, out, mean, inv_std)
+    return not np.any(np.abs(mean) * inv_std > _FAR_FROM_ZERO)
 
 
 def rmsnorm_rows(

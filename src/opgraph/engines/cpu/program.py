@@ -168,7 +168,7 @@ def _target(out: _Output, values: list[Any], geometry: Any) -> OutSpec:
     if view is not None:
         return OutSpec(view.shape, out.data_type, out.dtype, view)
     if geometry is not None:
-        return OutSpec(geometry[out.uid][0], out.data_type, out.dtype)
+        return OutSpec(geometry[out.uid][0], out.data_type, out.dtype, None, out.spec.reordering)
     return out.spec
 
 
