@@ -20,6 +20,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
+WINDOW_S = 0.3e-3  # short, so that some windows are free of other work on the machine
+
 Sample = Callable[[], float]  # one measurement of one side
 
 
@@ -30,9 +32,9 @@ class Loop:
     would charge one side for the other's objects.
     """
 
-    def __init__(self, statement: str, window_s: float = 0.5e-3, **names: Any) -> None:
+    def __init__(self, statement: str, window_s: float = WINDOW_S, **names: Any) -> None:
         self.statement = statement
-        # Names bound by the setup are locals of timeit's inner function, so a look-up costs both sides the same.
+        # Bound by the setup, the names are locals of timeit's inner function: a look-up costs next to nothing.
         setup = "\n".join(f"{name} = _names[{name!r}]" for name in names) or "pass"
         self._timer = timeit.Timer(statement, setup, globals={"_names": names})
         self.calls = 1
@@ -99,8 +101,8 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
         bound = "" if r["bound"] is None else f"{r['bound']:.2f}"
         mark = "  MISSED" if missed([r]) else ""
         print(
-            f"{r['case']:{width}} {r['ours']:10.4g} {r['peer']:10.4g} {r['ratio']:7.3f} {r['median_ratio']:7.3f} "
-            f"{bound:>6}  {r['metric']}, {r['peer_name']}{mark}"
+            f"{r['case']:{width}} {r['ours']:10.4g} {r['peer']:10.4g} {r['ratio']:7.3f} "
+            f"{r['median_ratio']:7.3f} {bound:>6}  {r['metric']}, {r['peer_name']}{mark}"
         )
 
 
@@ -125,9 +127,10 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The revision of the checkout, `-dirty` where tracked files differ from it; empty outside a checkout."""
+    """The revision of the checkout, `-dirty` where tracked files differ; empty outside a checkout."""
     revision = _git("rev-parse", "HEAD")
-    return revision + "-dirty" if revision and _git("status", "--porcelain", "--untracked-files=no") else revision
+    changed = revision and _git("status", "--porcelain", "--untracked-files=no")
+    return f"{revision}-dirty" if changed else revision
 
 
 def report(rows: Sequence[Mapping[str, Any]], *packages: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Host time of a call on the GPU, against bare launches and other launchers, in one process.
 
-Each sample drains the device, then times a burst of calls on the host clock; the figure of a burst size is the median of
-its samples, and a side's cost is the smallest of those medians (bursts short enough not to fill the launch queue). Only
+Each sample drains the device, then times a burst of calls on the host clock; the figure of a burst size is the median
+of its samples, and a side's cost is the smallest of those medians (bursts short enough not to fill the launch queue). Only
 ratios between sides of one run mean anything: hosts differ by a factor of two.
 
     python benchmarks/gpu_host.py [--json FILE] [--check]
@@ -113,14 +113,27 @@ def main() -> int:
     call = graph.bind(pack)
     rows = [
         row("fused/pointwise8/execute", ours, bare + 0.9 * t, "bare cuLaunchKernelEx + 0.9 x tvm-ffi empty call", 1.0),
-        row("fused/pointwise8/ordered", host_us(lambda: graph.execute(buffers, tensor_uids=uids)), bare + 0.9 * t, "the same", None),
+        row(
+            "fused/pointwise8/ordered",
+            host_us(lambda: graph.execute(buffers, tensor_uids=uids)),
+            bare + 0.9 * t,
+            "the same",
+            None,
+        ),
         row("fused/pointwise8/bound", host_us(call), bare, "bare cuLaunchKernelEx", None),
         row("floor/bare_launch", bare, t, "tvm-ffi empty call, 8 torch tensors", None),
         row("floor/empty_call", empty, t, "the same", None),
-        row("peer/torch_add", host_us(lambda: torch.add(tensors[0], tensors[1], out=tensors[7])), bare, "bare cuLaunchKernelEx", None),
+        row(
+            "peer/torch_add",
+            host_us(lambda: torch.add(tensors[0], tensors[1], out=tensors[7])),
+            bare,
+            "bare cuLaunchKernelEx",
+            None,
+        ),
     ]
     for r in rows:
-        print(f"{r['case']:32} ours {r['ours']:8.3f} us  peer {r['peer']:8.3f} us  ratio {r['ratio']:6.3f}  bound {r['bound']}")
+        sides = f"ours {r['ours']:8.3f} us  peer {r['peer']:8.3f} us  ratio {r['ratio']:6.3f}"
+        print(f"{r['case']:32} {sides}  bound {r['bound']}")
     if arguments.json:
         content = report(rows, "opgraph", "torch", "apache-tvm-ffi", "numpy")
         content["machine"]["gpu"] = torch.cuda.get_device_name()

@@ -2,12 +2,13 @@
 
     python benchmarks/host_overhead.py [--json FILE] [--check] [--rounds N]
 
-A call is `execute` on the null plan, which does nothing: what is left is looking the operands up, reading them
-and checking them against the contract. Ours and the peer take turns inside every round, a window of half a
-millisecond each; a row's ratio is the ratio of the two minima over the rounds. Tensors belong to nobody but the
-benchmark's Python objects, and no side shares them with another that would keep a second reference: a torch
-tensor that C++ holds as well is read in half the time, by either side. `--check` exits with 1 when a bound is
-missed.
+A call is `execute` on the null plan, which does nothing: what is left is looking the operands up, reading
+them and checking them against the contract. Ours and the peer take turns inside every round, a window of a
+fraction of a millisecond each; a row's ratio is that of the two minima over the rounds. `--check` exits with 1
+when a bound is missed.
+
+Every torch tensor here belongs to one Python object alone. One that C++ holds as well (autograd, a view, an
+owning export) is read in half the time, by either side.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import subprocess
 import sys
 import tempfile
 import timeit
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from common import (
+    WINDOW_S,
     Loop,
     Sample,
     interleave,
@@ -41,7 +45,9 @@ MIN_ROUNDS = 15
 PACKAGES = ("opgraph", "numpy", "torch", "jax", "jaxlib", "ml_dtypes", "apache-tvm-ffi")
 
 
-def sum_graph(operands: int, data_type: Any = None, engine: str = "null", **options: Any) -> tuple[Any, list[Any]]:
+def sum_graph(
+    operands: int, data_type: Any = None, engine: str = "null", **options: Any
+) -> tuple[Any, list[Any]]:
     """A built graph that adds `operands - 1` inputs up, and its tensors: the inputs, then the output."""
     import opgraph as og
 
@@ -71,15 +77,15 @@ def ordered_call(graph: Any, tensors: list[Any], buffers: list[Any]) -> Loop:
 
 
 def positional_call(function: Any, arguments: list[Any]) -> Loop:
-    names = [f"a{i}" for i in range(len(arguments))]
-    return Loop(f"function({', '.join(names)})", function=function, **dict(zip(names, arguments, strict=True)))
+    names = {f"a{i}": argument for i, argument in enumerate(arguments)}
+    return Loop(f"function({', '.join(names)})", function=function, **names)
 
 
-def borrow_loop(buffers: list[Any], window_s: float = 0.5e-3) -> Sample:
+def borrow_loop(buffers: list[Any]) -> Sample:
     """Nanoseconds of one pass of the exchange table's borrowing call over the buffers, in a native loop."""
     from opgraph._native import borrow_loop_ns
 
-    repeat = max(1, int(window_s * 1e9 / borrow_loop_ns(buffers, 1000)))
+    repeat = max(1, int(WINDOW_S * 1e9 / borrow_loop_ns(buffers, 1000)))
     return lambda: borrow_loop_ns(buffers, repeat)
 
 
@@ -132,20 +138,19 @@ def measure_calls(rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any
         "execute, mapping, ml_dtypes bfloat16": mapping_call(half, half_tensors, bf16_buffers),
     }
     samples = interleave(sides, rounds)
-    method = f"{OPERANDS} operands {SHAPE}, {OPERANDS - 1} added up into 1; minima of {rounds} interleaved rounds"
+    method = f"{OPERANDS} operands {SHAPE}, 7 added up into 1; minima of {rounds} interleaved rounds"
     mapping, call = samples["execute, mapping"], samples["tvm-ffi empty call"]
 
     def against(case: str, side: str, peer: list[float], peer_name: str, bound: float, note: str = "") -> Any:
         return row(case, "ns per call", samples[side], peer, peer_name, bound, method + note)
 
-    mine = "execute/null/mapping/torch/8"
+    mine, theirs = "execute/null/mapping/torch/8", "tvm-ffi empty call, same tensors"
+    bf16 = "execute, mapping, ml_dtypes bfloat16"
     rows = [
-        against(mine, "execute, mapping", call, "tvm-ffi empty call, same tensors", 0.70),
-        against("execute/null/ordered/torch/8", "execute, ordered", call, "tvm-ffi empty call, same tensors", 0.55),
+        against(mine, "execute, mapping", call, theirs, 0.70),
+        against("execute/null/ordered/torch/8", "execute, ordered", call, theirs, 0.55),
         against("execute/null/mapping/numpy/8", "execute, mapping, numpy", mapping, mine, 1.0),
-        against(
-            "execute/null/mapping/ml_dtypes_bf16/8", "execute, mapping, ml_dtypes bfloat16", mapping, mine, 1.0
-        ),
+        against("execute/null/mapping/ml_dtypes_bf16/8", bf16, mapping, mine, 1.0),
         against(
             "execute/null/overrides/torch/8",
             "execute, overrides",
@@ -157,7 +162,7 @@ def measure_calls(rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any
         against("bound/null/torch/8", "bound call", mapping, mine, 0.10),
     ]
     ladder = [
-        {"case": name, "ns": significant(min(values)), "median_ns": significant(sorted(values)[len(values) // 2])}
+        {"case": name, "ns": significant(min(values)), "median_ns": significant(median(values))}
         for name, values in samples.items()
     ]
     return rows, ladder
@@ -174,25 +179,21 @@ def measure_slopes(rounds: int) -> list[dict[str, Any]]:
         sides[f"borrow {operands}"] = borrow_loop(buffers)
     samples = interleave(sides, rounds)
 
-    def slopes(kind: str) -> tuple[float, list[float]]:
-        columns = [samples[f"{kind} {operands}"] for operands in SLOPE_SIZES]
-        return slope(SLOPE_SIZES, [min(c) for c in columns]), [slope(SLOPE_SIZES, c) for c in zip(*columns, strict=True)]
+    def slope_of(kind: str, pick: Callable[[list[float]], float]) -> float:
+        return slope(SLOPE_SIZES, [pick(samples[f"{kind} {operands}"]) for operands in SLOPE_SIZES])
 
-    peer, peers = slopes("borrow")
     rows = []
     for form, bound in (("mapping", 1.45), ("ordered", 1.25)):
-        ours, all_ours = slopes(form)
         line = row(
             f"execute/null/{form}/torch/slope",
             "ns per operand",
-            [ours],
-            [peer],
+            [slope_of(form, min)],
+            [slope_of("borrow", min)],
             "exchange table's borrowing call in a native loop, same tensors",
             bound,
-            f"least-squares slope over {SLOPE_SIZES} operands through the minima of {rounds} interleaved rounds",
+            f"least-squares slope over {SLOPE_SIZES} operands of the minima of {rounds} interleaved rounds",
         )
-        ratios = sorted(a / b for a, b in zip(all_ours, peers, strict=True) if b > 0)
-        line["median_ratio"] = significant(ratios[len(ratios) // 2])
+        line["median_ratio"] = significant(slope_of(form, median) / slope_of("borrow", median))
         rows.append(line)
     return rows
 
@@ -219,7 +220,8 @@ def measure_jax(rounds: int) -> list[dict[str, Any]]:
             samples["peer"],
             "eight __dlpack__ calls on the same arrays",
             1.2,
-            f"9 operands {SHAPE}: 8 JAX arrays added up into 1 NumPy array; minima of {rounds} interleaved rounds",
+            f"9 operands {SHAPE}, 8 JAX arrays added up into 1 NumPy array; minima of {rounds} interleaved "
+            "rounds",
         )
     ]
 
@@ -302,7 +304,8 @@ def measure_import(rounds: int) -> list[dict[str, Any]]:
             samples["peer"],
             "import numpy",
             1.3,
-            f"fresh processes, bytecode cached, CPU time of the importing thread; minima of {rounds} interleaved rounds",
+            "fresh processes, bytecode cached, CPU time of the importing thread; minima of "
+            f"{rounds} interleaved rounds",
         )
     ]
 
@@ -347,10 +350,8 @@ def measure_declaring(rounds: int) -> list[dict[str, Any]]:
         # A graph of its own per window: what it holds must not grow with the number of rounds.
         graph = og.pygraph()
         names = iter([f"t{i}" for i in range(count)])
-        timer = timeit.Timer(
-            "tensor(dim, stride, kind, name=next(names))",
-            globals={"tensor": graph.tensor, "dim": dim, "stride": stride, "kind": kind, "names": names, "next": next},
-        )
+        space = {"tensor": graph.tensor, "dim": dim, "stride": stride, "kind": kind, "names": names}
+        timer = timeit.Timer("tensor(dim, stride, kind, name=next(names))", globals=space)
         return timer.timeit(count) / count * 1e9
 
     sides: dict[str, Sample] = {
@@ -377,8 +378,8 @@ def measure_declaring(rounds: int) -> list[dict[str, Any]]:
             [1000.0],
             "1 us",
             1.0,
-            "graph.tensor(dim, stride, data_type, name=) less a plain slotted object with 19 fields; minima of "
-            f"{8 * rounds} interleaved rounds",
+            "graph.tensor(dim, stride, data_type, name=) less a plain slotted object with 19 fields; minima "
+            f"of {8 * rounds} interleaved rounds",
         ),
     ]
 

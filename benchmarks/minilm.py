@@ -1,32 +1,32 @@
 """Throughput of examples/minilm.py against the same network in PyTorch eager mode, on the CPU.
 
-    python benchmarks/minilm.py [--json FILE] [--rounds N] [--threads N]
+    python benchmarks/minilm.py [--json FILE] [--check] [--rounds N] [--threads N]
 
 Both sides get the same token ids, lengths and weights (float32) and return unit-length embeddings;
 tokenizing is not measured. A round measures one side and then the other, in alternating order; a row holds
 the medians over the rounds. The peer is written with `torch.nn.functional` under `inference_mode`, with one
 fused QKV projection like ours, and leaves the attention mask out where no sentence is padded: the fastest
-eager form.
+eager form. The ratio is ours / peer, so here a bound is the least allowed.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from common import ROOT, Sample, interleave, report, significant, write_json
+
 CASES = ((32, 32, 0.50), (32, 128, 0.45))  # batch, tokens per sentence, least ratio ours / peer
 MIN_ROUNDS = 7
+PACKAGES = ("opgraph", "numpy", "torch", "tokenizers", "safetensors")
 ROUND_SECONDS = 0.4  # each side runs at least this long per round
 PAUSE_SECONDS = 0.2  # before each side: the other's idle BLAS and OpenMP threads go on spinning for a while
 MAX_DIFFERENCE = 1e-5  # between the two sides' embeddings; more means that they do not compute the same thing
@@ -77,17 +77,19 @@ class TorchMiniLM:
             return F.normalize(torch.einsum("bs,bsd->bd", weights, x), dim=1)
 
 
-def calls_per_second(call: Callable[[], object], seconds: float) -> float:
-    """Rate of `call`, repeated for at least `seconds`, after a pause and one call that does not count."""
-    time.sleep(PAUSE_SECONDS)
-    call()
-    count, start = 0, time.perf_counter()
-    while True:
+def rate(call: Callable[[], object], batch: int) -> Sample:
+    """Sampler of sentences per second: `call` repeated for ROUND_SECONDS, after a pause and one call."""
+
+    def sample() -> float:
+        time.sleep(PAUSE_SECONDS)
         call()
-        count += 1
-        elapsed = time.perf_counter() - start
-        if elapsed >= seconds:
-            return count / elapsed
+        count, start = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - start) < ROUND_SECONDS:
+            call()
+            count += 1
+        return batch * count / elapsed
+
+    return sample
 
 
 def measure(rounds: int, threads: int) -> list[dict[str, Any]]:
@@ -104,75 +106,38 @@ def measure(rounds: int, threads: int) -> list[dict[str, Any]]:
         ids = rng.integers(1000, len(model.words), (batch, length))
         full = np.full(batch, length, np.int32)
         ragged = rng.integers(1, length + 1, batch).astype(np.int32)
-        ids_t = torch.from_numpy(ids)
         for lengths in (ragged, full):
-            theirs = peer.forward(ids_t, torch.from_numpy(lengths)).numpy()
-            difference = np.abs(model.forward(ids, lengths) - theirs).max()
+            expected = peer.forward(torch.from_numpy(ids), torch.from_numpy(lengths)).numpy()
+            difference = np.abs(model.forward(ids, lengths) - expected).max()
             if not difference <= MAX_DIFFERENCE:
                 sys.exit(f"batch {batch}, length {length}: the two sides differ by {difference:.1e}")
-        lengths_t = torch.from_numpy(full)
-        sides: list[tuple[str, Callable[[], object]]] = [
-            ("ours", lambda ids=ids, full=full: model.forward(ids, full)),
-            ("peer", lambda ids_t=ids_t, lengths_t=lengths_t: peer.forward(ids_t, lengths_t)),
-        ]
-        rates: dict[str, list[float]] = {"ours": [], "peer": []}
-        for turn in range(rounds + 1):
-            for name, call in sides if turn % 2 else sides[::-1]:
-                rate = calls_per_second(call, ROUND_SECONDS)
-                if turn:  # the first round warms up
-                    rates[name].append(batch * rate)
-        case = f"minilm/batch{batch}/len{length}"
-        ours, eager = (statistics.median(rates[name]) for name in ("ours", "peer"))
-        print(f"{case:24} ours {ours:7.1f}/s  torch {eager:7.1f}/s  ratio {ours / eager:.3f}  bound {bound}")
-        method = f"median of {rounds} interleaved rounds of {ROUND_SECONDS} s, {threads} threads"
+        sides = {
+            "ours": rate(partial(model.forward, ids, full), batch),
+            "peer": rate(partial(peer.forward, torch.from_numpy(ids), torch.from_numpy(full)), batch),
+        }
+        rates = interleave(sides, rounds)
+        ours, eager = statistics.median(rates["ours"]), statistics.median(rates["peer"])
         rows.append(
             {
-                "case": case,
+                "case": f"minilm/batch{batch}/len{length}",
                 "metric": "sentences_per_second",
-                "ours": round(ours, 1),
-                "peer": round(eager, 1),
+                "ours": significant(ours),
+                "peer": significant(eager),
                 "peer_name": "torch eager",
-                "ratio": round(ours / eager, 4),
+                "ratio": significant(ours / eager),
                 "bound": bound,
-                "method": method,
+                "method": f"median of {rounds} interleaved rounds of {ROUND_SECONDS} s, {threads} threads",
             }
         )
     return rows
 
 
-def processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, platform.processor())
-
-
-def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    import numpy as np
-    import torch
-
-    import opgraph as og
-
-    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "machine": {"cpu": processor(), "cores": os.cpu_count(), "system": platform.platform()},
-        "versions": {
-            "python": platform.python_version(),
-            "opgraph": og.__version__,
-            "numpy": np.__version__,
-            "torch": torch.__version__,
-        },
-        "commit": commit,
-        "rows": rows,
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions, commit and rows")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a bound is missed")
     parser.add_argument("--rounds", type=int, default=2 * MIN_ROUNDS + 1, help=f"at least {MIN_ROUNDS}")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of NumPy's BLAS and of torch")
     options = parser.parse_args()
     if options.rounds < MIN_ROUNDS:
         parser.error(f"--rounds: at least {MIN_ROUNDS}")
@@ -180,9 +145,15 @@ def main() -> int:
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"):
         os.environ[variable] = str(options.threads)
     rows = measure(options.rounds, options.threads)
+    slow = [row for row in rows if not row["ratio"] >= row["bound"]]
+    for row in rows:
+        print(
+            f"{row['case']:22} ours {row['ours']:6.4g}/s  torch {row['peer']:6.4g}/s  ratio {row['ratio']:.3f}  "
+            f"bound {row['bound']:.2f}{'  MISSED' if row in slow else ''}"
+        )
     if options.json:
-        options.json.write_text(json.dumps(report(rows), indent=1) + "\n", encoding="utf-8")
-    return 0
+        write_json(options.json, report(rows, *PACKAGES))
+    return 1 if options.check and slow else 0
 
 
 if __name__ == "__main__":

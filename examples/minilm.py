@@ -235,7 +235,7 @@ def main() -> int:
     norms = np.linalg.norm(rows, axis=1) * np.linalg.norm(expected, axis=1)
     cosine = float(((rows * expected).sum(axis=1) / norms).min())
 
-    many = sentences * 8
+    many = sentences * 4
     model.encode(many)  # builds the geometries
     start = time.perf_counter()
     model.encode(many)

@@ -62,6 +62,7 @@ OG_COLD bool gather_odd(Call& call, PyObject* mapping) {
 
 // Remembers the order of an all-Tensor mapping. Runs no Python code.
 OG_COLD void remember_order(Executable* ex, PyObject* mapping) {
+  if (ex->mappings[kRecords - 1].load(std::memory_order_acquire)) return;  // full
   auto fresh = std::make_unique<MappingRecord>();
   PyObject *key, *value;
   Py_ssize_t position = 0;
@@ -89,7 +90,7 @@ bool gather_mapping(Call& call, PyObject* mapping) {
     if (PyMapping_Check(mapping) && PyObject_HasAttrString(mapping, "items")) return gather_odd(call, mapping);
     return fail(ex, Rule::mapping_type, -1, -1, nullptr, mapping);
   }
-  bool odd = false, error = false, hinted = true;
+  bool odd = false, error = false, hinted = true, all_tensors = true;
   OG_LOCK(mapping);
   PyObject *key, *value;
   Py_ssize_t position = 0;
@@ -102,6 +103,7 @@ bool gather_mapping(Call& call, PyObject* mapping) {
       index = hint->index[i];
     } else {
       hinted = false;
+      all_tensors &= Py_TYPE(key) == ex->tensor_type;
       PyObject* found = OG_LIKELY(plain_key(ex, key)) ? PyDict_GetItemWithError(ex->keys, key) : nullptr;
       if (OG_UNLIKELY(!found)) {
         error = PyErr_Occurred() != nullptr;
@@ -112,7 +114,7 @@ bool gather_mapping(Call& call, PyObject* mapping) {
     }
     if (OG_LIKELY(index >= 0 && value != Py_None)) bind_value(call, static_cast<int>(index), value);
   }
-  if (OG_UNLIKELY(!hinted && !odd && !hint)) remember_order(ex, mapping);
+  if (OG_UNLIKELY(!hinted && all_tensors && !odd && !hint)) remember_order(ex, mapping);
   OG_UNLOCK();
   if (error) return false;
   return OG_LIKELY(!odd) || gather_odd(call, mapping);

@@ -54,7 +54,12 @@ def main() -> None:
         np.copysign(np.float32(1) - np.exp(-horner32(big, clipped) * clipped), grid),
     )
     want = np.array([math.erf(float(v)) for v in grid])
-    print("max absolute error", np.abs(got - want).max(), "max ulp", (np.abs(got - want) / np.spacing(np.abs(want.astype(np.float32)))).max())
+    print(
+        "max absolute error",
+        np.abs(got - want).max(),
+        "max ulp",
+        (np.abs(got - want) / np.spacing(np.abs(want.astype(np.float32)))).max(),
+    )
 
 
 if __name__ == "__main__":

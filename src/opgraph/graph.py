@@ -23,11 +23,13 @@ from opgraph.ops.activation import ActivationOps
 from opgraph.ops.attention import AttentionOps
 from opgraph.ops.base import apply_out_dims
 from opgraph.ops.batchnorm import BatchNormOps
+from opgraph.ops.block_scale import BlockScaleOps
 from opgraph.ops.convolution import ConvolutionOps
 from opgraph.ops.instancenorm import InstanceNormOps
 from opgraph.ops.linear_attention_names import LinearAttentionNames
 from opgraph.ops.linear_attention_summary import LinearAttentionSummaryOps
 from opgraph.ops.matmul import MatmulOps
+from opgraph.ops.moe import MoeOps
 from opgraph.ops.norm import NormOps
 from opgraph.ops.pointwise import PointwiseOps
 from opgraph.ops.reduction import ReductionOps
@@ -84,6 +86,8 @@ class pygraph(
     ConvolutionOps,
     BatchNormOps,
     InstanceNormOps,
+    BlockScaleOps,
+    MoeOps,
     _native.GraphBase,
 ):
     """A graph of tensor operations.

@@ -10,10 +10,13 @@ from typing import Any
 
 from conformance import (
     attention,
+    block_scale,
     channels,
     convert,
     convolution,
+    linear_attention,
     matmul,
+    moe,
     norm,
     pointwise,
     reduction,
@@ -31,9 +34,12 @@ _FAMILIES = (
     shape,
     norm,
     attention,
+    linear_attention,
     channels,
     convolution,
     rope,
+    block_scale,
+    moe,
 )
 
 CASES: tuple[Any, ...] = tuple(case for family in _FAMILIES for case in family.CASES)

@@ -107,7 +107,8 @@ class _Channels:
         raise NotImplementedError
 
     def problems(self, dtype: data_type, rng: Rng) -> Iterator[Problem]:
-        for id, dim, stride in _SHAPES:
+        # FLOAT finds what is wrong with sizes; the others take every other one.
+        for id, dim, stride in _SHAPES[:: 1 if dtype is data_type.FLOAT else 2]:
             if self.instance and len(dim) == 2:
                 continue
             yield self.problem(id, rng, dim, stride, dtype)

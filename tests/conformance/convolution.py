@@ -187,7 +187,8 @@ class Convolution:
         )  # fmt: skip
 
     def problems(self, dtype: data_type, rng: Rng) -> Iterator[Problem]:
-        for id, image, weight, attributes in _SHAPES:
+        # FLOAT finds what is wrong with sizes; the others take every other one.
+        for id, image, weight, attributes in _SHAPES[:: 1 if dtype is data_type.FLOAT else 2]:
             yield self.problem(id, rng, image, weight, attributes, dtype)
         plain = ([2, 3, 6, 5], [4, 3, 3, 3], {"padding": [1, 1]}, dtype)
         yield self.problem("channels last", rng, *plain, layout=channels_last)

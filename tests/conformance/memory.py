@@ -217,7 +217,7 @@ def _packed(values: Array, dim: tuple[int, ...], stride: tuple[int, ...]) -> Arr
 def _unpacked(units: Array, dim: tuple[int, ...], stride: tuple[int, ...], dtype: data_type) -> Array:
     axis = _pair_axis(dim, stride)
     pairs = np.moveaxis(units, axis, -1)
-    nibbles = np.stack([pairs & 0xF, pairs >> 4], -1).reshape(*pairs.shape[:-1], -1)
+    nibbles = np.stack([pairs & 0xF, pairs >> 4], -1).reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
     if dtype is data_type.INT4:
         signed = nibbles.astype(np.int8)
         values = np.where(signed > 7, signed - 16, signed).astype(numpy_dtype(dtype))

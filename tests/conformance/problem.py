@@ -49,6 +49,7 @@ class Expect:
     """What an output must be: geometry and type after the build; None where the problem says nothing.
 
     `statistic_of`: the data type whose softmax statistics it holds. `exact`: no tolerance, whatever the type.
+    `frobenius`: the relative norm of the error that is allowed, in place of bounds of its elements.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class Expect:
         *,
         statistic_of: data_type | None = None,
         exact: bool = False,
+        frobenius: float | None = None,
     ) -> None:
         self.dim = None if dim is None else tuple(dim)
         self.stride = None if stride is None else tuple(stride)
         self.dtype = dtype
         self.statistic_of = statistic_of
         self.exact = exact
+        self.frobenius = frobenius
 
 
 class Problem:
@@ -126,7 +129,7 @@ class Problem:
             return outputs
 
         expect = {
-            name: Expect(e.dim, None, e.dtype, statistic_of=e.statistic_of, exact=e.exact)
+            name: Expect(e.dim, None, e.dtype, statistic_of=e.statistic_of, exact=e.exact, frobenius=e.frobenius)
             for name, e in self.expect.items()
         }
         return Problem(
@@ -234,7 +237,14 @@ def run_case(
     for name, values in found.items():
         rules = problem.expect.get(name, Expect())
         dtype = rules.dtype or problem.io
-        wrong = mismatch(values, expected[name], dtype, statistic_of=rules.statistic_of, exact=rules.exact)
+        wrong = mismatch(
+            values,
+            expected[name],
+            dtype,
+            statistic_of=rules.statistic_of,
+            exact=rules.exact,
+            frobenius=rules.frobenius,
+        )
         assert wrong is None, f"{where}: {name}: {wrong}"
     return found
 

@@ -96,7 +96,8 @@ class Rope:
         )  # fmt: skip
 
     def problems(self, dtype: data_type, rng: Rng) -> Iterator[Problem]:
-        for id, dim, angles, scale, rope_dim, stride in _SHAPES:
+        # FLOAT finds what is wrong with sizes; the others take every other one.
+        for id, dim, angles, scale, rope_dim, stride in _SHAPES[:: 1 if dtype is data_type.FLOAT else 2]:
             yield self.problem(id, rng, dim, angles, scale, rope_dim, stride, dtype)
         plain = ([1, 2, 3, 4], [3, 4], 1.0, 0, None, dtype)
         yield self.problem("virtual", rng, *plain).with_virtual_edges()

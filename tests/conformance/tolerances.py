@@ -1,7 +1,7 @@
 """How close a result must be to the truth, per data type of the output: the only place that says so.
 
 Floats: |result - truth| <= t * (1 + |truth|) with t below. FP8 and FP4: one step of the type's grid plus 2%.
-Integers, booleans, indices and masks: exact. Statistics of softmax for half inputs: 1e-3 absolute.
+E8M0 factors, integers, booleans, indices and masks: exact. Statistics of softmax for half inputs: 1e-3 absolute.
 """
 
 from __future__ import annotations
@@ -30,6 +30,33 @@ GRID = {
 GRID_RELATIVE = 0.02
 
 STATISTIC_OF_HALF = 1e-3
+
+# Gated linear attention: relative Frobenius norm of the error of an output, against the recurrence in float64 on the
+# same rounded inputs, for q, k and v in BFLOAT16 and random keys of length 1.
+LINEAR_ATTENTION = {
+    "O": 8e-3,
+    "final_state": 8e-3,
+    "state_checkpoints": 8e-3,
+    "transition": 8e-3,
+    "dQ": 1.2e-2,
+    "dK": 1.2e-2,
+    "dV": 1.2e-2,
+    "dBeta": 1.2e-2,
+    "dW": 1.2e-2,
+    "dG": 1.5e-2,
+    "d_a_log": 1.5e-2,
+    "d_dt_bias": 1.5e-2,
+    "d_initial_state": 1e-2,
+}
+# What these bounds are multiplied with for other types of q, k and v: the ratio of the types' precisions, with some room
+# for FLOAT, whose sums are as exact as its operands.
+LINEAR_ATTENTION_TYPES = {data_type.BFLOAT16: 1.0, data_type.HALF: 1 / 4, data_type.FLOAT: 1 / 400}
+LINEAR_ATTENTION_NEG_EIGVAL = 1.5  # factor where beta is in (0, 2)
+LINEAR_ATTENTION_CORRELATED_KEYS = 3e-2  # instead, for keys that are nearly alike
+LINEAR_ATTENTION_CORRELATED_KEYS_DG = 1e-1
+LINEAR_ATTENTION_DECODE_O = 2.5e-3  # token by token in float32: the rounding of the output
+LINEAR_ATTENTION_DECODE_STATE = 2e-6  # a FLOAT state, per step
+ZERO_NORM = 1e-6  # of an output that is exactly zero
 LARGEST = {
     data_type.HALF: 65504.0,
     data_type.BFLOAT16: 3.3895313892515355e38,
@@ -61,12 +88,16 @@ def mismatch(
     *,
     statistic_of: data_type | None = None,
     exact: bool = False,
+    frobenius: float | None = None,
 ) -> str | None:
     """None when `result` (of the output's own type) is the truth within tolerance; else what is wrong, in
-    words."""
+    words. `frobenius`: a bound of the relative norm of the error in place of bounds of its elements."""
     if result.shape != truth.shape:
         return f"shape {result.shape}, expected {truth.shape}"
-    if dtype not in CLOSE and dtype not in GRID:
+    if frobenius is not None:
+        return _norm_mismatch(result.astype(np.float64), truth.astype(np.float64), frobenius)
+    exact = exact or dtype is data_type.FP8_E8M0  # powers of two: the next one is no rounding of this one
+    if dtype not in CLOSE and dtype not in GRID and not exact:
         wrong = result.astype(np.int64) != truth.astype(np.int64)
         return _worst(wrong, wrong.astype(np.float64), result, truth, "exact") if wrong.any() else None
     found, truth = result.astype(np.float64), truth.astype(np.float64)
@@ -91,6 +122,29 @@ def mismatch(
         )
     wrong = ~close & (found != truth) & ~(np.isnan(found) & np.isnan(truth))
     return _worst(wrong, error, found, truth, dtype.name) if wrong.any() else None
+
+
+def linear_attention(port: str, dtype: data_type, *, neg_eigval: bool = False, correlated: bool = False) -> float:
+    """The bound for one output of gated linear attention; `dtype` is that of q, k and v."""
+    most = LINEAR_ATTENTION[port]
+    if correlated:
+        most = LINEAR_ATTENTION_CORRELATED_KEYS_DG if port == "dG" else LINEAR_ATTENTION_CORRELATED_KEYS
+    return most * LINEAR_ATTENTION_TYPES[dtype] * (LINEAR_ATTENTION_NEG_EIGVAL if neg_eigval else 1.0)
+
+
+def relative_norm(result: Array, truth: Array) -> float:
+    """|result - truth| / |truth| in the Frobenius norm; |result| where the truth is zero."""
+    size = float(np.linalg.norm(truth.astype(np.float64)))
+    error = float(np.linalg.norm(result.astype(np.float64) - truth.astype(np.float64)))
+    return error / size if size else error
+
+
+def _norm_mismatch(result: Array, truth: Array, most: float) -> str | None:
+    if not np.isfinite(result).all():
+        return f"{int((~np.isfinite(result)).sum())} of {result.size} elements are not finite"
+    error = relative_norm(result, truth)
+    bound = most if truth.any() else ZERO_NORM
+    return None if error <= bound else f"relative error {error:.2e} in the Frobenius norm, at most {bound:.2e} allowed"
 
 
 def _worst(wrong: Array, error: Array, found: Array, truth: Array, rule: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 import opgraph
 from opgraph import cudnnGraphNotSupportedError, data_type, norm_forward_phase
-from opgraph.ops import OPS, Math, OutSpec, RefCall, norm
+from opgraph.ops import OPS, Math, OutSpec, RefCall, norm_rows
 
 FLOAT = data_type.FLOAT
 TRAINING, INFERENCE = norm_forward_phase.TRAINING, norm_forward_phase.INFERENCE
@@ -34,7 +34,7 @@ SHAPES: dict[str, tuple[Any, Any, Any]] = {
 @pytest.fixture(params=["one block", "many blocks"], autouse=True)
 def blocking(request, monkeypatch):
     if request.param == "many blocks":
-        monkeypatch.setattr(norm, "_BLOCK_BYTES", 100)
+        monkeypatch.setattr(norm_rows, "_BLOCK_BYTES", 100)
 
 
 def random(rng: Any, *shapes: Any) -> list[Any]:

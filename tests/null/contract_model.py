@@ -228,11 +228,7 @@ def row_axes(dims: Sequence[int], strides: Sequence[int]) -> tuple[int, list[Axi
 
 def _ragged(want: Declared, have: list[Axis], held: int) -> str:
     step, inner = row_axes(want.dims, want.strides)
-    fits = (
-        _line(have)
-        or _axis_by_axis(_squeezed(want.dims, want.strides), have)
-        or _rows(step, inner, have, held)
-    )
+    fits = _line(have) or _axis_by_axis(_squeezed(want.dims, want.strides), have) or _rows(step, inner, have, held)
     if not fits:
         return "layout"
     width = span([n for n, _ in inner], [s for _, s in inner])
@@ -248,6 +244,4 @@ def _rows(step: int, inner: list[Axis], have: list[Axis], held: int) -> bool:
         return False
     if have in [merged for merged, _ in _merges(inner)] or inner in [merged for merged, _ in _merges(have)]:
         return True
-    return step > 0 and any(
-        _in_storage_order([(rows, step), *inner], have) for rows in range(2, held // step + 2)
-    )
+    return step > 0 and any(_in_storage_order([(rows, step), *inner], have) for rows in range(2, held // step + 2))

@@ -165,9 +165,7 @@ def _stream(device_type: int, device_id: int, out: Any) -> int:
     return 0
 
 
-def table(
-    *, borrow: bool = True, export: bool = True, version: tuple[int, int] = (1, 3), prev: int = 0
-) -> int:
+def table(*, borrow: bool = True, export: bool = True, version: tuple[int, int] = (1, 3), prev: int = 0) -> int:
     """The address of a new exchange table, which lives forever."""
     api = Api(major=version[0], minor=version[1], prev_api=prev or None)
     if export:
@@ -179,9 +177,7 @@ def table(
     return ctypes.addressof(api)
 
 
-def producer_type(
-    address: int, *, form: str = "capsule", spelling: str = "__dlpack_c_exchange_api__"
-) -> type[Any]:
+def producer_type(address: int, *, form: str = "capsule", spelling: str = "__dlpack_c_exchange_api__") -> type[Any]:
     """A new type that offers the table at `address`, as a capsule or as an integer."""
     value = capsule(address, TABLE_NAME) if form == "capsule" else address
     return type("Tabled", (Base,), {spelling: value})
@@ -202,9 +198,7 @@ def borrow(obj: Any) -> dict[str, Any]:
 
 def described(tensor: DLTensor) -> dict[str, Any]:
     n = tensor.ndim
-    extents = [
-        tuple((ctypes.c_int64 * n).from_address(p)) if n else () for p in (tensor.shape, tensor.strides)
-    ]
+    extents = [tuple((ctypes.c_int64 * n).from_address(p)) if n else () for p in (tensor.shape, tensor.strides)]
     return {
         "address": tensor.data or 0,
         "dims": extents[0],

@@ -31,9 +31,7 @@ def install(
     `facts` overwrites what the native core is told of an operand, by name; `plan` goes to `CompiledPlan`.
     """
     bound = {tensor.uid: buffer for tensor, buffer in graph._bound.items()}
-    binding = Binding(
-        graph.name, graph._ir.snapshot(), graph._ir.all_tensors, bound, device, 0, dynamic=dynamic
-    )
+    binding = Binding(graph.name, graph._ir.snapshot(), graph._ir.all_tensors, bound, device, 0, dynamic=dynamic)
     for operand in binding.operands:
         operand.update((facts or {}).get(operand["name"], {}))
     graph._executable = make_executable(binding, CompiledPlan(run, **plan))
@@ -63,9 +61,7 @@ class OneOperand:
         self.touch = touch
         self.read: Any = None
         self.slots: list[Any] = []
-        x = self.graph.tensor(
-            dims, None if output else strides, data_type, name="X", **({} if output else declared)
-        )
+        x = self.graph.tensor(dims, None if output else strides, data_type, name="X", **({} if output else declared))
         y = self.graph.identity(x).set_output(True).set_name("Y")
         y.set_data_type(data_type)
         if output:

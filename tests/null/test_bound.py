@@ -390,13 +390,16 @@ def test_calls_while_another_thread_updates(engine: str):
         with pytest.raises(og.OperandError):
             call.update({a: full(7, size - 1), b: full(3)})
 
-    threads = [threading.Thread(target=guarded(w)) for w in (update, refused, *[call] * 6)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=guarded(w)) for w in (update, refused, *[call] * 3)]
     for thread in threads:
         thread.start()
-    stop.wait(1.0)
+    stop.wait(0.4)
     stop.set()
     for thread in threads:
         thread.join()
+    sys.setswitchinterval(before)
     assert not errors, errors
     assert next(turn) > 20
     if engine == "cpu":

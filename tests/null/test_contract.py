@@ -224,9 +224,7 @@ def _views(draw: Any, want: Declared) -> tuple[list[int], list[int]]:
 
 
 def _altered(draw: Any, axes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    what = draw(
-        st.sampled_from(("merge", "split", "one", "extent", "wide", "swap", "permute", "stride", "sign"))
-    )
+    what = draw(st.sampled_from(("merge", "split", "one", "extent", "wide", "swap", "permute", "stride", "sign")))
     at = draw(st.integers(0, max(0, len(axes) - 1)))
     if what == "one" or not axes:
         return [*axes[:at], (1, draw(st.integers(0, 99))), *axes[at:]] if len(axes) < 10 else axes
@@ -282,9 +280,7 @@ def check_sample(want: Declared, have: Given, offset: int, make: Any) -> str:
     """
     before = sum((n - 1) * -s for n, s in zip(have.dims, have.strides, strict=True) if s < 0 and n > 0)
     start = offset + before
-    reach = (
-        span(d, [abs(s) for s in st_]) for d, st_ in ((want.dims, want.strides), (have.dims, have.strides))
-    )
+    reach = (span(d, [abs(s) for s in st_]) for d, st_ in ((want.dims, want.strides), (have.dims, have.strides)))
     size = start + max(reach) + 3
     memory = np.full(size, -1, np.float32) if want.output else np.arange(size, dtype=np.float32)
     untouched = memory.copy()

@@ -75,6 +75,7 @@ BSHD, QKV = (60, 5, 15, 1), (180, 5, 45, 1)  # of [2, 3, 4, 5]: rows of 15, and 
         (BSHD, (2, 3, 4, 5), BSHD, ""),
         (BSHD, (7, 5, 3), (15, 3, 1), "layout"),
         (BSHD, (7, 4, 5), (20, 5, 1), "layout"),
+        (BSHD, (1, 4, 5), (20, 5, 1), "layout"),
         (BSHD, (3, 7, 5), (35, 5, 1), "layout"),  # heads outermost
         (BSHD, (7, 3, 5), (15, -5, 1), "negative_stride"),
         (QKV, (7, 3, 5), (45, 5, 1), ""),
@@ -138,6 +139,8 @@ def test_host_offsets_end_inside_the_buffer(int_type: Any):
         assert got == ("" if fits else "ragged_offsets"), offsets
     scaled = Ragged((2, 3, 4, 5), BSHD, multiplier=15, int_type=int_type)
     assert scaled.rule(dense, [0, 3, 7]) == "" and scaled.rule(dense, [0, 3, 8]) == "ragged_offsets"
+    halved = Ragged((2, 3, 4, 5), BSHD, multiplier=2, int_type=int_type)
+    assert halved.rule(dense, [0, 30, 52]) == "" and halved.rule(dense, [0, 30, 53]) == "ragged_offsets"
     assert scaled.rule(dense, [0, 3, np.iinfo(scaled.int_dtype).max]) == "ragged_offsets"
 
 
@@ -295,9 +298,7 @@ def test_unpacked_pairs_are_refused_naming_the_packing_call(data_type: Any, ml_d
         with pytest.raises(og.OperandError, match="pack_subbyte") as caught:
             one.give(buffer)
         assert caught.value.rule == "subbyte"
-    np.testing.assert_array_equal(
-        one.give(og.datatypes.pack_subbyte(unpacked)), og.datatypes.pack_subbyte(unpacked)
-    )
+    np.testing.assert_array_equal(one.give(og.datatypes.pack_subbyte(unpacked)), og.datatypes.pack_subbyte(unpacked))
     assert one.refusal(np.zeros((4, 4), np.float32)) == "dtype"
     # An unpacked array is no buffer of the byte-wide type either.
     assert OneOperand((8,), None, D.INT8).refusal(np.zeros(8, ml_dtypes.int4)) == "dtype"

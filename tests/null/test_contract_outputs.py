@@ -25,15 +25,11 @@ def view(memory: np.ndarray[Any, Any], dims: Any, strides: Any, offset: int = 0)
 class Two:
     """Inputs A and B, outputs C and E of given layouts; the plan writes both outputs."""
 
-    def __init__(
-        self, layout: Any = ((6,), (1,)), other: Any = None, *, inplace: Any = (), workspace: int = 0
-    ):
+    def __init__(self, layout: Any = ((6,), (1,)), other: Any = None, *, inplace: Any = (), workspace: int = 0):
         self.graph = og.pygraph("two", io_data_type=D.FLOAT)
         self.a = self.graph.tensor(*layout, name="A")
         self.b = self.graph.tensor(*(other or layout), name="B")
-        self.c = (
-            self.graph.abs(self.a).set_output(True).set_name("C").set_dim(layout[0]).set_stride(layout[1])
-        )
+        self.c = self.graph.abs(self.a).set_output(True).set_name("C").set_dim(layout[0]).set_stride(layout[1])
         other = other or layout
         self.e = self.graph.neg(self.b).set_output(True).set_name("E").set_dim(other[0]).set_stride(other[1])
         self.ran = 0
@@ -205,14 +201,12 @@ def neighbours(draw: Any) -> Any:
 def test_overlap_is_decided_exactly(case: Any):
     """Against the sets of elements of both operands: an output with an output, and with an input."""
     first, second, at, other = case
-    memory = np.zeros(1000, np.float32)
-    index = np.arange(1000)
-    sets = [
-        set(view(index, *layout, start).ravel().tolist()) for layout, start in ((first, at), (second, other))
-    ]
+    memory = np.zeros(2000, np.float32)
+    index = np.arange(2000)
+    sets = [set(view(index, *layout, start).ravel().tolist()) for layout, start in ((first, at), (second, other))]
     shared = bool(sets[0] & sets[1])
     two = Two(first, second)
-    x, y = (np.zeros(500, np.float32) for _ in range(2))
+    x, y = (np.zeros(2000, np.float32) for _ in range(2))
     c, e = view(memory, *first, at), view(memory, *second, other)
     expected = ("overlap", "C", "E") if shared else ()
     assert two.refusal(x, x, c, e) == expected

@@ -32,7 +32,9 @@ def imports(path: Path) -> list[str]:
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [f"{node.module}.{alias.name}" if node.module == "opgraph" else node.module for alias in node.names]
+            found += [
+                f"{node.module}.{alias.name}" if node.module == "opgraph" else node.module for alias in node.names
+            ]
     return found
 
 

@@ -151,6 +151,7 @@ def test_torch_tensors_without_memory(torch: Any):
     assert OneOperand((2, 3)).refusal(torch.empty(2, 3, device="meta")) == "producer"
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 def test_torch_layouts_that_have_no_strides(torch: Any):
     for tensor in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), torch.eye(3).to_mkldnn()):
         refused(tensor, "cannot be read", dims=(3, 3))

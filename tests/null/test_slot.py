@@ -239,7 +239,14 @@ def test_the_generation_follows_max_version():
 def test_keywords():
     slot = slot_of(matrix())
     assert slot.__dlpack_device__() == (1, 0)
-    for good in ({"stream": None}, {"stream": 7}, {"dl_device": (1, 0)}, {"dl_device": None}, {"copy": False}, {"copy": None}):
+    for good in (
+        {"stream": None},
+        {"stream": 7},
+        {"dl_device": (1, 0)},
+        {"dl_device": None},
+        {"copy": False},
+        {"copy": None},
+    ):
         assert _name(slot.__dlpack__(**good)) == b"dltensor"
     with pytest.raises(BufferError, match=r"device \(1, 0\).*\(2, 0\)"):
         slot.__dlpack__(dl_device=(2, 0))

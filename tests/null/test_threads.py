@@ -74,7 +74,7 @@ class Copy:
         views = [
             flat, flat[: n * m], memory, memory[:m], memory[:m].T, memory.T,
             memory[:m].reshape(m // 2, 2, n), memory[:m].reshape(m, 2, n // 2), memory[:m].reshape(m, 1, n),
-            memory[:m].reshape(1, m, n), memory[: m - 1 + 3].T,
+            memory[:m].reshape(1, m, n), memory[: m + 2].T,
         ]  # fmt: skip
         view = views[kind % len(views)]
         wrap = (lambda v: v, forwarding, TABLED, lambda v: v.ctypes.data)[kind // len(views) % 4]
@@ -124,9 +124,7 @@ def test_orders_overrides_and_neighbours_are_published_side_by_side():
         install(graph, run)
         orders = list(itertools.permutations(range(6)))
 
-        def work(
-            i: int, graph: Any = graph, all_tensors: Any = (*tensors, total, other), orders: Any = orders
-        ) -> None:
+        def work(i: int, graph: Any = graph, all_tensors: Any = (*tensors, total, other), orders: Any = orders) -> None:
             choose = random.Random(i)
             for turn in range(80):
                 rows = choose.randrange(0, 7)

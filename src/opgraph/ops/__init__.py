@@ -6,11 +6,13 @@ from . import (
     activation,
     attention,
     batchnorm,
+    block_scale,
     convolution,
     instancenorm,
     linear_attention,
     linear_attention_summary,
     matmul,
+    moe,
     norm,
     pointwise,
     reduction,
@@ -36,6 +38,8 @@ FAMILIES = (
     convolution,
     batchnorm,
     instancenorm,
+    block_scale,
+    moe,
 )
 
 

@@ -130,7 +130,7 @@ class OpDef:
 
 
 class ContentsError(ValueError):
-    """What an operand holds does not fit: `port`, `rule`, `expected` and `given`. The engine names the tensor."""
+    """What an operand holds does not fit: `port`, `rule`, `expected`, `given`. The engine names the tensor."""
 
     def __init__(self, port: str, rule: str, expected: Any, given: Any) -> None:
         super().__init__(explain(port, rule, expected=expected, given=given))

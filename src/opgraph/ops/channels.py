@@ -25,7 +25,7 @@ from .base import (
 from .blocking import blocks, destination, part_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = [
     "backward",
@@ -40,6 +40,8 @@ __all__ = [
 
 # Elements of a block: 512 KiB of float32, so that the passes over a block find it in the cache.
 _BLOCK = 1 << 17
+# Smaller ones cost more in calls than they save.
+_LEAST_BLOCK = 1 << 13
 
 
 # -- inference -----------------------------------------------------------------------------------------------
@@ -119,9 +121,13 @@ def infer_gradients(node: Any, statistic: tuple[int, ...]) -> None:
 # -- reference -----------------------------------------------------------------------------------------------
 
 
-def _blocks(array: Array) -> Any:
-    order = sorted(range(array.ndim), key=lambda axis: -abs(array.strides[axis]))
-    return blocks(array.shape, order, _BLOCK)
+def _blocks(array: Array) -> Iterator[tuple[slice, ...]]:
+    order = sorted(range(array.ndim), key=lambda axis: (array.shape[axis] != 1, -abs(array.strides[axis])))
+    limit = _BLOCK
+    if order[-1] == 1:
+        # Channels innermost: places are added in turn, of which float32 takes so many, see ADDED_IN_TURN.
+        limit = min(limit, max(ADDED_IN_TURN * array.shape[1], _LEAST_BLOCK))
+    return blocks(array.shape, order, limit)
 
 
 def _axes(block: Array, part: Array) -> tuple[int, ...]:

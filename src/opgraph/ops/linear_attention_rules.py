@@ -1,4 +1,4 @@
-"""Gated linear attention: which nodes are valid, what their outputs look like, what boundaries and indices hold."""
+"""Gated linear attention: which nodes are valid, what their outputs are, what boundaries and indices hold."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def forward(operands: Operands, sequences: Sequence[int], sinks: Mapping[str, Si
 
 
 def start_states(operands: Operands, group: Sequence[int], transition: bool) -> Array:
-    """The states before the first tokens [n, S, G, V, K], with K more rows, the identity, for a transition."""
+    """The states before the first tokens [n, S, G, V, K]; a transition adds K rows, the identity."""
     inputs, (few, shared), width, channels = operands.inputs, operands.heads, operands.V, operands.K
     states = np.zeros(
         (len(group), few, shared, width + (channels if transition else 0), channels), operands.dtype

@@ -57,8 +57,9 @@ def to_tiles(array: Array, stride: Sequence[int]) -> Array:
     dims, _ = tiled_layout(array.shape, stride)
     padded: Array = np.zeros([dims[axis] for axis in order], array.dtype)
     padded[tuple(slice(array.shape[axis]) for axis in order)] = array.transpose(order)
-    rows, columns = padded.shape[-2:]
-    tiles = padded.reshape(-1, rows // TILE[0], TILE[0] // _LANES, _LANES, columns // TILE[1], TILE[1])
+    *lead, rows, columns = padded.shape
+    shape = (number(lead), rows // TILE[0], TILE[0] // _LANES, _LANES, columns // TILE[1], TILE[1])
+    tiles = padded.reshape(shape)
     return tiles.transpose(0, 1, 4, 3, 2, 5).reshape(-1)
 
 

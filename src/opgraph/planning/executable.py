@@ -15,6 +15,7 @@ from opgraph.ir.enums import data_type, tensor_reordering
 from opgraph.ir.errors import OperandError
 from opgraph.ir.program import infer_live
 from opgraph.ir.tensor import Tensor
+from opgraph.ops.scale_tiles import tiled_layout
 from opgraph.planning.messages import Where, note_error, raise_refusal
 from opgraph.planning.protocols import Description, read
 
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["Binding", "Hooks", "make_executable"]
 
 _PACKED = (data_type.FP4_E2M1, data_type.INT4)  # two elements per storage unit
-
-# Rows and columns of a tile of block-scale factors: their memory is whole tiles, whatever the dims.
-_TILES = {tensor_reordering.F8_128x4: (128, 4)}
 
 # An exact overlap answer may take exponential time in the number of axes; past this much work two layouts
 # count as overlapping. 10**4 steps are some 100 us, and interleaved layouts of real programs need a handful.
@@ -113,19 +111,9 @@ def _operand(tensor: TensorSpec, places: Mapping[int, int], ragged_rows: int) ->
 def _tiled(tensor: TensorSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Dims and strides of an operand's memory: those declared, with block-scale factors padded to whole tiles."""
     dim, stride = tensor.dim, tensor.stride
-    tile = _TILES.get(tensor.reordering_type) if tensor.reordering_type is not None else None
-    if tile is None or len(dim) < 2:
+    if tensor.reordering_type is not tensor_reordering.F8_128x4 or len(dim) < 2:
         return dim, stride
-    last = len(dim) - 1
-    columns = last if stride[last] <= stride[last - 1] else last - 1  # the one of the two that lies dense
-    rows = 2 * last - 1 - columns
-    dims = list(dim)
-    dims[rows] = -(-dim[rows] // tile[0]) * tile[0]
-    dims[columns] = -(-dim[columns] // tile[1]) * tile[1]
-    strides, step = list(stride), 1
-    for axis in (columns, rows, *sorted(range(last - 1), key=lambda a: (stride[a], -a))):
-        strides[axis], step = step, step * max(dims[axis], 1)
-    return tuple(dims), tuple(strides)
+    return tiled_layout(dim, stride)
 
 
 def _ragged_rows(spec: GraphSpec) -> dict[int, int]:

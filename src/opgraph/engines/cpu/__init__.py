@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from opgraph.engines.cpu.program import compile_program
 from opgraph.engines.support import Candidate, CompiledPlan, Constraint, Engine, Target
-from opgraph.ir.datatypes import numpy_dtype
-from opgraph.ir.enums import data_type
+from opgraph.ir.datatypes import element_bits, numpy_dtype
+from opgraph.ir.enums import data_type, tensor_reordering
 from opgraph.ir.errors import cudnnGraphNotSupportedError, tensor_label
 from opgraph.ir.tensor import MAX_RANK
 from opgraph.ops import OPS
@@ -55,8 +55,12 @@ def _rank(spec: GraphSpec, target: Target) -> str | None:
 
 def _reordering(spec: GraphSpec, target: Target) -> str | None:
     for tensor in spec.operands:
-        if tensor.reordering_type is not None:
-            return f"{tensor_label(tensor)} has {tensor.reordering_type}"
+        if tensor.reordering_type is None:
+            continue
+        tiles = tensor.reordering_type is tensor_reordering.F8_128x4 and tensor.ragged_offset is None
+        if not tiles or len(tensor.dim) < 2 or element_bits(tensor.data_type) != 8:
+            kind = tensor.data_type.name
+            return f"{tensor_label(tensor)} has {tensor.reordering_type}, is {kind} with dim {tensor.dim}"
     return None
 
 
@@ -97,7 +101,11 @@ class CpuEngine(Engine):
         Constraint("operator", "every operator needs a NumPy reference", _operators),
         Constraint("data type", "every tensor needs a NumPy or ml_dtypes type", _data_types),
         Constraint("rank", f"tensors have at most {MAX_RANK} axes", _rank),
-        Constraint("reordering", "operands are addressed by strides alone", _reordering),
+        Constraint(
+            "reordering",
+            "operands are addressed by strides, or are F8_128x4 tiles of a matrix of 8-bit factors",
+            _reordering,
+        ),
         Constraint(
             "packing",
             "4-bit operands lie in pairs along an even axis of stride 1, other strides even",

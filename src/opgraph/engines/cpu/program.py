@@ -37,9 +37,8 @@ class _Output:
         self.operand = operand
         self.needed = needed
         self.storage = storage
-        self.spec = OutSpec(
-            tensor.dim, tensor.data_type, self.dtype
-        )  # where the call has no buffer of its own
+        # Where the call has no buffer of its own.
+        self.spec = OutSpec(tensor.dim, tensor.data_type, self.dtype, None, tensor.reordering_type)
 
 
 class _Step:

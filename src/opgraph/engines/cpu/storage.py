@@ -1,7 +1,8 @@
-"""Operands whose buffer is not simply their array: packed 4-bit pairs, and ragged rows.
+"""Operands whose buffer is not simply their array: packed 4-bit pairs, tiles of scale factors, ragged rows.
 
-Operators see plain dense arrays: packed operands are unpacked before and packed after, ragged ones are padded
-with zeros to their declared dims before, and only the rows between two offsets are written back after.
+Operators see plain dense arrays: packed operands are unpacked before and packed after, so are tiles, and
+ragged ones are padded with zeros to their declared dims before, and only the rows between two offsets are
+written back after.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opgraph.ir.datatypes import numpy_dtype, pack_subbyte, unpack_subbyte
-from opgraph.ir.enums import data_type
+from opgraph.ir.enums import data_type, tensor_reordering
+from opgraph.ops.base import number
+from opgraph.ops.scale_tiles import from_tiles, tiled_layout, to_tiles
 
 if TYPE_CHECKING:
     from opgraph.ir.program import TensorSpec
 
-__all__ = ["Packed", "Plain", "Ragged", "storage_of"]
+__all__ = ["Packed", "Plain", "Ragged", "Tiled", "storage_of"]
 
 Array = np.ndarray[Any, Any]
 
@@ -53,6 +56,24 @@ class Packed:
     def store(self, slot: Any, values: list[Any], result: Array) -> None:
         packed = pack_subbyte(np.moveaxis(result, self._axis, -1))
         np.copyto(slot.numpy(), np.moveaxis(packed, -1, self._axis))
+
+
+class Tiled:
+    """Block-scale factors in the tiles of F8_128x4; a store fills the padding of the last ones with 0."""
+
+    __slots__ = ("_dim", "_dtype", "_size", "_stride")
+    direct = False
+
+    def __init__(self, tensor: TensorSpec) -> None:
+        self._dim, self._stride = tensor.dim, tensor.stride
+        self._dtype = numpy_dtype(tensor.data_type)
+        self._size = number(tiled_layout(tensor.dim, tensor.stride)[0])
+
+    def load(self, slot: Any, values: list[Any]) -> Array:
+        return from_tiles(_memory(slot.ptr, self._size, self._dtype), self._dim, self._stride)
+
+    def store(self, slot: Any, values: list[Any], result: Array) -> None:
+        np.copyto(_memory(slot.ptr, self._size, self._dtype), to_tiles(result, self._stride))
 
 
 class Ragged:
@@ -123,12 +144,14 @@ def _memory(address: int, size: int, dtype: np.dtype[Any]) -> Array:
     return np.asarray(_Interface(address, size)).view(dtype)
 
 
-def storage_of(tensor: TensorSpec, register: dict[int, int]) -> Plain | Packed | Ragged:
+def storage_of(tensor: TensorSpec, register: dict[int, int]) -> Plain | Packed | Tiled | Ragged:
     """How an operand's buffer holds its array. `register` maps uids to registers."""
     if tensor.ragged_offset is not None:
         return Ragged(tensor, register[tensor.ragged_offset])
     if tensor.data_type in (data_type.FP4_E2M1, data_type.INT4):
         return Packed(tensor)
+    if tensor.reordering_type is tensor_reordering.F8_128x4 and not tensor.is_virtual:
+        return Tiled(tensor)
     return _PLAIN
 
 

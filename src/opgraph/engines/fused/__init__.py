@@ -1,7 +1,7 @@
 """Our own compiled GPU kernels, launched natively: graphs of pointwise operators become one kernel each.
 
-The kernel is generated from the graph, compiled for the device by NVRTC at `build()` (cached on disk), and issued by the
-native program; nothing of a kernel language's launcher is on the path of a call.
+The kernel is generated from the graph, compiled for the device by NVRTC at `build()` (cached on disk), and issued by
+the native program; nothing of a kernel language's launcher is on the path of a call.
 """
 
 from __future__ import annotations

@@ -80,7 +80,12 @@ def cached(key: str, label: str, make: Callable[[], bytes], *, lock_seconds: flo
         if found is not None:
             return found
         if not held:
-            log.warning("the lock %s was held for %.0f s; compiling %s without it (delete the file if stale)", lock, seconds, label)
+            log.warning(
+                "the lock %s was held for %.0f s; compiling %s without it (delete the file if stale)",
+                lock,
+                seconds,
+                label,
+            )
         log.info("compiling %s, to be kept in %s", label, folder)
         body = make()
         try:

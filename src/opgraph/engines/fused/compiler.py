@@ -33,7 +33,9 @@ def _candidates() -> list[str]:
         spec = None
     for root in (spec.submodule_search_locations or ()) if spec else ():
         for pattern in ("cu*/lib/libnvrtc.so.*", "cuda_nvrtc/lib/libnvrtc.so.*"):
-            found += sorted(str(p) for p in Path(root).glob(pattern) if "builtins" not in p.name and "alt" not in p.name)
+            found += sorted(
+                str(p) for p in Path(root).glob(pattern) if "builtins" not in p.name and "alt" not in p.name
+            )
     return [*found, *_SONAMES]
 
 
@@ -69,7 +71,9 @@ def _version(lib: Any) -> tuple[int, int]:
 
 def _compile(lib: Any, source: str, name: str, options: list[bytes]) -> bytes:
     program = ctypes.c_void_p()
-    _check(lib, lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode() + b".cu", 0, None, None), "")
+    _check(
+        lib, lib.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode() + b".cu", 0, None, None), ""
+    )
     try:
         flags = (ctypes.c_char_p * len(options))(*options)
         result = lib.nvrtcCompileProgram(program, len(options), flags)

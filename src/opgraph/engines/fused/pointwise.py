@@ -384,6 +384,8 @@ def generate(spec: GraphSpec, *, vectorise: bool, block: int = 256) -> Kernel:
         out = spec.tensors[node.outputs["OUT_0"]]
         ctype, _ = STORAGE[out.data_type]
         c = arithmetic(node.compute_data_type)
+        if node.op == "identity":  # a conversion: straight from the source's type, whatever the node computes in
+            c = arithmetic(spec.tensors[node.inputs["IN_0"]].data_type)
         lines.append(f"    {ctype} t{k};\n    {{ using C = {c}; using real = real_of<C>::type;")
         if node.op == "gen_index":
             j = coordinates.index(node)
