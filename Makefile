@@ -22,6 +22,7 @@ $(VENV)/.tools: pyproject.toml
 
 $(VENV)/.opgraph: $(VENV)/.tools $(NATIVE)
 	PATH="$(abspath $(VENV))/bin:$$PATH" $(PIP) install --no-build-isolation $(CMAKE_ARGS_CI) -e .
+	$(PY) -m compileall -q src/opgraph # as a wheel's installation does: where no bytecode is written, each import compiles
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.tools pyproject.toml

@@ -46,7 +46,9 @@ def has(package: str) -> bool:
 @pytest.fixture
 def torch():
     """The torch module; the test is skipped where torch is not installed."""
-    return pytest.importorskip("torch")
+    module = pytest.importorskip("torch")
+    module.set_num_threads(1)  # for tensors as small as a test's, threads cost more than they give
+    return module
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from opgraph.ir.tensor import Tensor
 from opgraph.ops import OPS
 from opgraph.ops.activation import ActivationOps
 from opgraph.ops.attention import AttentionOps
+from opgraph.ops.attention_fp8 import AttentionFp8Ops
 from opgraph.ops.base import apply_out_dims
 from opgraph.ops.batchnorm import BatchNormOps
 from opgraph.ops.block_scale import BlockScaleOps
@@ -88,6 +89,7 @@ class pygraph(
     InstanceNormOps,
     BlockScaleOps,
     MoeOps,
+    AttentionFp8Ops,
     _native.GraphBase,
 ):
     """A graph of tensor operations.

@@ -10,6 +10,7 @@ from typing import Any
 
 from conformance import (
     attention,
+    attention_fp8,
     block_scale,
     channels,
     convert,
@@ -40,6 +41,7 @@ _FAMILIES = (
     rope,
     block_scale,
     moe,
+    attention_fp8,
 )
 
 CASES: tuple[Any, ...] = tuple(case for family in _FAMILIES for case in family.CASES)

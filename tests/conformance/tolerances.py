@@ -44,9 +44,9 @@ LINEAR_ATTENTION = {
     "dBeta": 1.2e-2,
     "dW": 1.2e-2,
     "dG": 1.5e-2,
-    "d_a_log": 1.5e-2,
-    "d_dt_bias": 1.5e-2,
     "d_initial_state": 1e-2,
+    "d_a_log": 4e-2,  # sums over tokens of what dG is made of, in which most of it cancels
+    "d_dt_bias": 4e-2,
 }
 # What these bounds are multiplied with for other types of q, k and v: the ratio of the types' precisions, with some room
 # for FLOAT, whose sums are as exact as its operands.

@@ -157,7 +157,6 @@ def blocking(request, monkeypatch):
         monkeypatch.setattr(attention_blocks, "_TASK_BLOCKS", 2)
     if request.param == "small products":
         monkeypatch.setattr(attention_blocks, "_FEW_ROWS", 2)
-        monkeypatch.setattr(attention_blocks, "_FEW_KEYS", 0)
         monkeypatch.setattr(attention_blocks, "_SMALL_PRODUCT", 0)
         monkeypatch.setattr(attention_blocks, "_piece", lambda area: 4)
 

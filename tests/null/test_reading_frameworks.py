@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from probe import OneOperand, install
-from test_reading import check, describe, matrix, producers, refused
+from test_reading import check, describe, matrix, refused
+from test_reading_tables import producers, sum_of
 
 import opgraph as og
 
@@ -214,8 +215,6 @@ def test_tvm_ffi_tensors(tvm_ffi: Any):
 
 @pytest.mark.parametrize("engine", ["null", "cpu"])
 def test_a_pack_of_every_framework(engine: str, torch: Any, jax: Any, tvm_ffi: Any):
-    from test_reading import sum_of
-
     x = matrix()
     buffers = [
         torch.from_numpy(x.copy()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import (
     activation,
     attention,
+    attention_fp8,
     batchnorm,
     block_scale,
     convolution,
@@ -40,6 +41,7 @@ FAMILIES = (
     instancenorm,
     block_scale,
     moe,
+    attention_fp8,
 )
 
 

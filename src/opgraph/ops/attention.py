@@ -10,7 +10,6 @@ import numpy as np
 
 from ..ir.enums import NodeType, attention_implementation, data_type, diagonal_alignment
 from ..ir.errors import tensor_label
-from .attention_blocks import Attention
 from .base import (
     Array,
     GraphOps,
@@ -472,6 +471,8 @@ def _check_extras(node: Any, batch: int, heads: int, rows: int, keys: int) -> No
 
 
 def _reference(call: RefCall) -> dict[str, Array]:
+    from .attention_blocks import Attention  # here for the sake of `import opgraph`, see `deferred`
+
     params, inputs, outputs, real = call.params, call.inputs, call.outputs, call.math.real
     q, k, v = real(inputs["q"]), real(inputs["k"]), real(inputs["v"])
     batch, heads, rows, _ = q.shape

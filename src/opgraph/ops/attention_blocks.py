@@ -35,9 +35,8 @@ _FEW_ROWS = 16
 # However long the keys are, a block has _LEAST_ROWS, so that its products stay products of matrices.
 _SCORE_BYTES = 1 << 19
 _LEAST_ROWS = 64
-# Floats in the widest vectors, and the number of keys up to which lengths are not worth a product of their own.
+# Floats in the widest vectors.
 _VECTOR = 16
-_FEW_KEYS = 64
 # The scores of a run of batch entries with equal columns.
 _RUN_BYTES = 1 << 18
 # Multiplications that pay for one more thread (half a millisecond), and the blocks it takes at a time.
@@ -121,9 +120,7 @@ class Attention:
         self._out = out.reshape(batch, units, group, rows, width)
         self._bias = None
         if bias is not None:
-            self._bias = np.broadcast_to(bias, (batch, heads, rows, keys)).reshape(
-                batch, units, group, rows, keys
-            )
+            self._bias = np.broadcast_to(bias, (batch, heads, rows, keys)).reshape(batch, units, group, rows, keys)
         self._slopes = None if slopes is None else slopes.astype(q.dtype).reshape(units, group, 1, 1)
         self._sink = None if sink is None else sink.reshape(units, group, 1)
         self._scale = scale
@@ -213,28 +210,27 @@ class Attention:
         result = take("out", (entries, units, tall, out.shape[-1]))
         spans = [self._columns(b, i0, i1) for b in range(b0, b1)]
         most = max(_RUN_BYTES // max(units * tall * self._k.shape[2] * q.itemsize, 1), 1)
-        for e0, e1 in _runs([(first, wide, delta) for first, _, wide, delta in spans], most):
-            first, _, wide, delta = spans[e0]
-            if not wide:
+        for e0, e1 in _runs(spans, most):
+            first, last, delta = spans[e0]
+            columns = last - first
+            if not columns:
                 row_max[e0:e1], row_sum[e0:e1], result[e0:e1] = -np.inf, 0, 0
                 continue
             run = slice(b0 + e0, b0 + e1)
+            wide = columns
+            if not first:  # whole vectors, filled up with keys that are masked again
+                wide = min(columns + -columns % _VECTOR, self._k.shape[2])
             scores = take("scores", (e1 - e0, units, tall, wide))
-            _product(
-                queries[e0:e1], self._keys(scratch, run, part[1], first, first + wide, copy_keys), scores
-            )
+            _product(queries[e0:e1], self._keys(scratch, run, part[1], first, first + wide, copy_keys), scores)
+            visible = scores if wide == columns else scores[..., :columns]
             if self._masked:
-                grid = scores.reshape(e1 - e0, units, group, rows, wide)
+                grid = scores.reshape(e1 - e0, units, group, rows, wide)[..., :columns]
                 self._mask(scratch, grid, (run, part[1]), i0, first, delta)
-            for entry, (_, columns, _, _) in enumerate(spans[e0:e1]):
-                if columns < wide:
-                    scores[entry, ..., columns:] = -np.inf
+            if wide > columns:
+                scores[..., columns:] = -np.inf
             flat = scores.reshape(-1, wide)
             self._softmax(flat, row_max[e0:e1].reshape(-1), row_sum[e0:e1].reshape(-1))
-            for f0, f1 in _runs(spans[e0:e1], e1 - e0):
-                columns = spans[e0 + f0][1]
-                values = self._v[b0 + e0 + f0 : b0 + e0 + f1, u0:u1, first : first + columns]
-                _weigh(scratch, scores[f0:f1, ..., :columns], values, result[e0 + f0 : e0 + f1])
+            _weigh(scratch, visible, self._v[run, u0:u1, first:last], result[e0:e1])
         shape = (entries, units, group, rows)
         weight = self._finish(row_max.reshape(shape), row_sum.reshape(shape), part)
         np.multiply(result.reshape(out.shape), weight[..., None], out=out)
@@ -250,33 +246,23 @@ class Attention:
             scratch.copied = (-1, -1)
             keys = self._k[run, units, first:last].swapaxes(2, 3)
             return np.multiply(keys, self._scale, out=scratch.take("keys", keys.shape))
-        keys = self._k[run, units, : self._filled(self._len_kv[run.start])].swapaxes(2, 3)
+        valid = self._len_kv[run.start]
+        keys = self._k[run, units, : valid + -valid % _VECTOR].swapaxes(2, 3)
         dense = scratch.take("keys", keys.shape)
         if scratch.copied != (run.start, units.start):
             scratch.copied = (run.start, units.start)
             np.multiply(keys, self._scale, out=dense)
         return dense[..., first:last]
 
-    def _columns(self, b: int, i0: int, i1: int) -> tuple[int, int, int, int]:
-        """What the rows i0 to i1 keep: first column, number, number to work on, offset of the diagonal."""
+    def _columns(self, b: int, i0: int, i1: int) -> tuple[int, int, int]:
+        """First and last + 1 of the columns that a row from i0 to i1 keeps, and the diagonal's offset."""
         first, last = 0, self._len_kv[b]
         delta = last - self._len_q[b] if self._bottom_right else 0
         if self._right is not None:
             last = min(last, i1 + delta + self._right)
         if self._left is not None:
             first = max(first, i0 + delta - self._left + 1)
-        columns = max(last - first, 0)
-        return first, columns, columns if first else self._filled(columns), delta
-
-    def _filled(self, columns: int) -> int:
-        """How many columns to work on for the first `columns`: whole vectors, or all where they are few.
-
-        What is added is masked again; it makes rows faster, and entries of different lengths alike.
-        """
-        keys = self._k.shape[2]
-        if not columns or keys <= _FEW_KEYS:
-            return keys if columns else 0
-        return min(columns + -columns % _VECTOR, keys)
+        return first, max(first, last), delta
 
     def _mask(
         self,
@@ -329,6 +315,9 @@ class Attention:
 def _product(queries: Array, keys: Array, out: Array) -> None:
     """out = queries @ keys, in pieces of columns that keep each product small."""
     piece = _piece(queries.shape[2] * queries.shape[3])
+    if keys.shape[3] <= piece:
+        np.matmul(queries, keys, out=out)
+        return
     for start in range(0, keys.shape[3], piece):
         np.matmul(queries, keys[..., start : start + piece], out=out[..., start : start + piece])
 
@@ -336,6 +325,9 @@ def _product(queries: Array, keys: Array, out: Array) -> None:
 def _weigh(scratch: _Scratch, scores: Array, values: Array, out: Array) -> None:
     """out = scores @ values, in pieces of columns that keep each product small."""
     piece = _piece(scores.shape[2] * values.shape[3])
+    if scores.shape[3] <= piece:
+        np.matmul(scores, values, out=out)
+        return
     np.matmul(scores[..., :piece], values[:, :, :piece], out=out)
     for start in range(piece, scores.shape[3], piece):
         term = scratch.take("term", out.shape)

@@ -50,6 +50,7 @@ __all__ = [
     "check_same_rank",
     "check_scalar",
     "check_set_dim",
+    "deferred",
     "format_preserving",
     "graph_op",
     "host_scalar",
@@ -127,6 +128,20 @@ class OpDef:
 
 
 # -- references ----------------------------------------------------------------------------------------------
+
+
+def deferred(module: str, name: str) -> Callable[[RefCall], dict[str, Array]]:
+    """The reference `name` of a module next to this one, imported when it is first computed: a program uses
+    few operators, and importing the package does not pay for the arithmetic of the others."""
+
+    def reference(call: RefCall) -> dict[str, Array]:
+        from importlib import import_module
+
+        found: Callable[[RefCall], dict[str, Array]] = getattr(import_module(f"{__package__}.{module}"), name)
+        return found(call)
+
+    reference.__name__ = name
+    return reference
 
 
 class ContentsError(ValueError):

@@ -114,10 +114,10 @@ class BlockScaleOps(GraphOps):
         as input's; reordered, its extents may be set up to those padded to whole tiles, and the padding
         receives 0. Set the data types of both: Y is FP8_E4M3, FP8_E5M2, FP4_E2M1, INT8 or INT4.
 
-        `group_offset`: INT32 or INT64 with E or E+1 elements, ascending; group g is the rows (axis -2) from
-        entry g on to the next entry, or to the last row. Each group is quantised on its own and its factors
-        start a new tile of scale when that is reordered; otherwise they follow those of the group before.
-        Set the extent of scale on axis -2 so that it holds all groups. Rows of no group are 0.
+        `group_offset`: INT32 or INT64, one ascending entry for each group of rows (axis -2). Group g is the
+        rows from entry g on to the next entry, or to the last row. Each group is quantised on its own and its
+        factors start a new tile of scale when that is reordered; otherwise they follow those of the group
+        before. Set the extent of scale on axis -2 so that it holds all groups. Rows of no group are 0.
 
         Raises `TypeError` for an axis or block_size that is no integer. Raises at `validate()`: `ValueError`
         for an unset or non-positive block_size, an axis out of range, extents of scale that do not fit, and
@@ -383,18 +383,19 @@ def _quantize_groups(
 
 
 def _groups(offsets: Array, rows: int) -> Iterator[tuple[int, int]]:
-    """(first, last + 1) row of each group. As many offsets as groups, or one more, are told by the last group:
-    it ends with the rows either way."""
+    """(first row, last row + 1) of each group. Checks the offsets."""
     starts = offsets.reshape(-1).tolist()
-    for entry, (low, high) in enumerate(zip([0, *starts], [*starts, rows], strict=True)):
-        if high < low:
+    previous = 0
+    for entry, start in enumerate(starts):
+        if not previous <= start <= rows:
             raise ContentsError(
-                "group_offset", "group offsets do not decrease, and lie in the rows",
-                f"{low} to {rows} at entry {entry}" if entry < len(starts) else f"at most {rows}",
-                high if entry < len(starts) else low,
-            )  # fmt: skip
-        if entry:
-            yield low, high
+                "group_offset",
+                "group offsets do not decrease, and lie in the rows",
+                f"{previous} to {rows} at entry {entry}",
+                start,
+            )
+        previous = start
+    yield from zip(starts, [*starts[1:], rows], strict=True)
 
 
 def _check_quantize(params: Any, inputs: Any) -> None:

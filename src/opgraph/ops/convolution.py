@@ -14,6 +14,7 @@ from .base import (
     check_required,
     check_same_rank,
     check_set_dim,
+    deferred,
     graph_op,
     malformed,
     number,
@@ -21,7 +22,6 @@ from .base import (
     set_stride,
     unsupported,
 )
-from .convolution_blocks import dgrad_reference, fprop_reference, wgrad_reference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -87,9 +87,7 @@ class ConvolutionOps(GraphOps):
             "conv_fprop",
             inputs={"image": image, "weight": weight},
             outputs=("Y",),
-            params=_params(
-                "conv_fprop", padding, pre_padding, post_padding, stride, dilation, convolution_mode
-            ),
+            params=_params("conv_fprop", padding, pre_padding, post_padding, stride, dilation, convolution_mode),
             name=name,
             compute_data_type=compute_data_type,
             out_dims=out_dims,
@@ -128,9 +126,7 @@ class ConvolutionOps(GraphOps):
             "conv_dgrad",
             inputs={"loss": loss, "filter": filter},
             outputs=("DX",),
-            params=_params(
-                "conv_dgrad", padding, pre_padding, post_padding, stride, dilation, convolution_mode
-            ),
+            params=_params("conv_dgrad", padding, pre_padding, post_padding, stride, dilation, convolution_mode),
             name=name,
             compute_data_type=compute_data_type,
             out_dims=out_dims,
@@ -167,9 +163,7 @@ class ConvolutionOps(GraphOps):
             "conv_wgrad",
             inputs={"image": image, "loss": loss},
             outputs=("DW",),
-            params=_params(
-                "conv_wgrad", padding, pre_padding, post_padding, stride, dilation, convolution_mode
-            ),
+            params=_params("conv_wgrad", padding, pre_padding, post_padding, stride, dilation, convolution_mode),
             name=name,
             compute_data_type=compute_data_type,
             out_dims=out_dims,
@@ -194,9 +188,7 @@ def _params(
         try:
             params[key] = None if value is None else tuple(index(item) for item in value)
         except TypeError:
-            raise TypeError(
-                f"{op}: {key} is a list of integers, one for each spatial axis, given {value!r}"
-            ) from None
+            raise TypeError(f"{op}: {key} is a list of integers, one for each spatial axis, given {value!r}") from None
     return {**params, "convolution_mode": mode}
 
 
@@ -244,9 +236,7 @@ def _check_rank(node: Any, first: Any, second: Any) -> int:
             next_step="add an extent of 1",
         )
     if rank > 5:
-        unsupported(
-            node, "more than 3 spatial axes are not offered", tensor=first, expected="3", given=rank - 2
-        )
+        unsupported(node, "more than 3 spatial axes are not offered", tensor=first, expected="3", given=rank - 2)
     return rank
 
 
@@ -254,9 +244,7 @@ def _check_filter(node: Any, tensor: Any, channels: int, responses: int, source:
     """A filter [K, C/G, *f] for that many channels C and responses K; `source` is named as having them."""
     k, depth, *taps = tensor.dim
     if min(taps) < 1:
-        malformed(
-            node, "a filter has at least one tap on every spatial axis", tensor=tensor, given=tensor.dim
-        )
+        malformed(node, "a filter has at least one tap on every spatial axis", tensor=tensor, given=tensor.dim)
     if number(tensor.dim) >= _MAX_FILTER:
         unsupported(
             node,
@@ -288,9 +276,7 @@ def _response(node: Any, image: Any, weight: Any, attributes: Any) -> tuple[int,
     """The dim of the response; `ValueError` when an extent is below 1."""
     extents = tuple(
         1 + (x + before + after - dilation * (f - 1) - 1) // stride
-        for x, f, before, after, stride, dilation in zip(
-            image.dim[2:], weight.dim[2:], *attributes, strict=True
-        )
+        for x, f, before, after, stride, dilation in zip(image.dim[2:], weight.dim[2:], *attributes, strict=True)
     )
     if min(extents) < 1:
         malformed(
@@ -386,7 +372,7 @@ def _check_adjoint(node: Any, image: Any, loss: Any, weight: Any, out: Any, attr
 
 
 OPS = (
-    OpDef("conv_fprop", NodeType.CONV_FPROP, _infer_fprop, fprop_reference),
-    OpDef("conv_dgrad", NodeType.CONV_DGRAD, _infer_dgrad, dgrad_reference),
-    OpDef("conv_wgrad", NodeType.CONV_WGRAD, _infer_wgrad, wgrad_reference),
+    OpDef("conv_fprop", NodeType.CONV_FPROP, _infer_fprop, deferred("convolution_blocks", "fprop_reference")),
+    OpDef("conv_dgrad", NodeType.CONV_DGRAD, _infer_dgrad, deferred("convolution_blocks", "dgrad_reference")),
+    OpDef("conv_wgrad", NodeType.CONV_WGRAD, _infer_wgrad, deferred("convolution_blocks", "wgrad_reference")),
 )

@@ -6,8 +6,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from ..ir.enums import NodeType
-from .base import GraphOps, OpDef, graph_op
-from .linear_attention_reference import backward_reference, forward_reference
+from .base import GraphOps, OpDef, deferred, graph_op
 from .linear_attention_rules import BACKWARD, FORWARD, VARIANTS, check_contents, inference
 
 if TYPE_CHECKING:
@@ -511,11 +510,16 @@ OPS = tuple(
     )
     for variant in VARIANTS
     for role, suffix, reference, optional in (
-        (FORWARD, "", forward_reference, ("O", "final_state", "state_checkpoints")),
+        (
+            FORWARD,
+            "",
+            deferred("linear_attention_reference", "forward_reference"),
+            ("O", "final_state", "state_checkpoints"),
+        ),
         (
             BACKWARD,
             "_bwd",
-            backward_reference,
+            deferred("linear_attention_reference", "backward_reference"),
             ("dQ", "dK", "dV", "dG", "dBeta", "dW", "d_initial_state", "d_a_log", "d_dt_bias"),
         ),
     )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..ir.enums import NodeType
-from .base import GraphOps, OpDef, graph_op
+from .base import GraphOps, OpDef, deferred, graph_op
 from .linear_attention import attributes
-from .linear_attention_reference import backward_reference, forward_reference
 from .linear_attention_rules import SUMMARY, SUMMARY_BACKWARD, VARIANTS, check_contents, inference
 
 if TYPE_CHECKING:
@@ -382,7 +381,12 @@ OPS = tuple(
     )
     for variant in VARIANTS
     for role, suffix, reference, state in (
-        (SUMMARY, "_summary", forward_reference, "final_state"),
-        (SUMMARY_BACKWARD, "_summary_bwd", backward_reference, "d_initial_state"),
+        (SUMMARY, "_summary", deferred("linear_attention_reference", "forward_reference"), "final_state"),
+        (
+            SUMMARY_BACKWARD,
+            "_summary_bwd",
+            deferred("linear_attention_reference", "backward_reference"),
+            "d_initial_state",
+        ),
     )
 )
