@@ -144,9 +144,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
     except OSError:
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""

@@ -45,9 +45,7 @@ MIN_ROUNDS = 15
 PACKAGES = ("opgraph", "numpy", "torch", "jax", "jaxlib", "ml_dtypes", "apache-tvm-ffi")
 
 
-def sum_graph(
-    operands: int, data_type: Any = None, engine: str = "null", **options: Any
-) -> tuple[Any, list[Any]]:
+def sum_graph(operands: int, data_type: Any = None, engine: str = "null", **options: Any) -> tuple[Any, list[Any]]:
     """A built graph that adds `operands - 1` inputs up, and its tensors: the inputs, then the output."""
     import opgraph as og
 
@@ -220,8 +218,7 @@ def measure_jax(rounds: int) -> list[dict[str, Any]]:
             samples["peer"],
             "eight __dlpack__ calls on the same arrays",
             1.2,
-            f"9 operands {SHAPE}, 8 JAX arrays added up into 1 NumPy array; minima of {rounds} interleaved "
-            "rounds",
+            f"9 operands {SHAPE}, 8 JAX arrays added up into 1 NumPy array; minima of {rounds} interleaved rounds",
         )
     ]
 

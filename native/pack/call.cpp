@@ -528,6 +528,15 @@ bool take_live_layout(Operand& op, const OperandSpec& spec) {
   return true;
 }
 
+// The declared strides with other extents: live ones, also where the buffer is merely longer along its widest axis, which
+// would serve the declaration as it is.
+bool other_extents(const Layout& declared, const DLTensor& t) {
+  if (t.ndim != declared.rank || same_extents(t.ndim, t.shape, declared.dims)) return false;
+  for (int i = 0; i < t.ndim; i++)
+    if (t.strides[i] != declared.strides[i] && (t.shape[i] != 1 || declared.dims[i] != 1)) return false;
+  return true;
+}
+
 // A buffer of an output in which several elements share an address is named as that, whatever else it breaks.
 OG_COLD Rule output_layout(const OperandSpec& spec, const DLTensor& t, Rule rule) {
   const bool shape = rule == Rule::layout || rule == Rule::bytes;
@@ -539,6 +548,11 @@ OG_COLD Rule check_layout_slow(Call& call, int index) {
   const OperandSpec& spec = ex->specs[index];
   Operand& op = call.operands[index];
   const DLTensor& t = op.reading.t;
+  if (OG_UNLIKELY(ex->dynamic) && other_extents(spec.declared, t) && take_live_layout(op, spec)) {
+    op.available = span_elements(t.ndim, t.shape, t.strides);
+    op.available = op.available > (kUnbounded >> spec.item_shift) ? kUnbounded : op.available << spec.item_shift;
+    return Rule::ok;
+  }
   for (auto& place : spec.seen) {
     const SeenLayout* s = place.load(std::memory_order_acquire);
     if (!s) break;
@@ -920,7 +934,7 @@ bool prepare_call(Call& call, const CallArguments& a) {
     const Rule rule = OG_LIKELY(read == Rule::ok) ? check_operand(call, i) : read;
     if (OG_UNLIKELY(rule != Rule::ok)) return refuse(call, i, rule);
   }
-  if (OG_UNLIKELY(ex->overrides && (a.override_uids || ex->dynamic)) && !call.geometry) {
+  if (OG_UNLIKELY((a.override_uids || ex->dynamic) && !call.geometry)) {
     if (!resolve_geometry(call)) return false;
     if (call.geometry && !ex->dynamic) remember_overrides(call, a);
   }

@@ -33,7 +33,7 @@ from opgraph.ir.enums import (
     scalar_type,
     tensor_reordering,
 )
-from opgraph.ir.errors import OperandError, cudnnGraphNotSupportedError
+from opgraph.ir.errors import OperandError, SerializationError, cudnnGraphNotSupportedError
 from opgraph.ir.node import Node
 from opgraph.ir.tensor import Tensor
 from opgraph.resources import (
@@ -56,6 +56,7 @@ __all__ = [
     "Node",
     "NodeType",
     "OperandError",
+    "SerializationError",
     "Tensor",
     "__version__",
     "attention_implementation",

@@ -401,7 +401,93 @@ class pygraph(
         return twin, replaced
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise TypeError("opgraph.pygraph cannot be pickled; copy it with copy.deepcopy")
+        raise TypeError(
+            "opgraph.pygraph cannot be pickled; copy it with copy.deepcopy, or serialize() it once built"
+        )
+
+    # ---- saving
+
+    def serialize(self, *, as_bytes: bool = False, include_kernels: bool = True) -> list[int] | bytes:
+        """The built graph with its selected plan, for `deserialize` here or in another process.
+
+        The format is opgraph's own and holds no code (`docs/design/serialization.md`). It records the plan as
+        engine and knobs; compiled kernels are not in it, whatever `include_kernels` says: they come from the kernel
+        cache on disk, or are compiled again. Neither buffers nor the handle are saved.
+
+        Args:
+            as_bytes: return bytes, not a list of ints.
+            include_kernels: accepted; see above.
+
+        Raises:
+            RuntimeError: the selected plan is not built.
+            TypeError: the graph holds a value that cannot be saved exactly, e.g. an array it was declared from.
+        """
+        from opgraph.planning.serialize import encode
+
+        with self._lock:
+            plan = self._built_plan("serialize")
+            for tensor, held in self._bound.items():
+                kind = type(held)
+                raise TypeError(
+                    f"serialize: tensor {tensor.name!r} (uid {tensor.uid}) is bound to a {kind.__module__}."
+                    f"{kind.__qualname__}, which cannot be saved; declare it with tensor() or tensor_like() and pass "
+                    "the buffer to execute()"
+                )
+            device_type = self._planned("serialize").target.device.device_type
+            data = encode(self._ir, self._options, device_type, plan.engine, plan.engine_id, plan.knobs)
+        return data if as_bytes else list(data)
+
+    def deserialize(self, handle: Any = None, data: Any = None, enforce_precompiled: bool = False) -> None:
+        """Fills this empty graph with a saved one and builds its plan: `deserialize(data)` or
+        `deserialize(handle, data)`.
+
+        The plan is the recorded engine and knobs, built for the handle's device; else that of `device_property`; else
+        the CPU or the current CUDA device, as recorded. The graph is then frozen like any planned one and takes uids
+        and names at `execute`. Name, kernel cache and device properties stay those of the constructor; every other
+        option is the saved graph's. A call that raises leaves the graph empty.
+
+        Args:
+            handle: device and stream of the graph's calls; None keeps the constructor's.
+            data: what `serialize` returned: bytes or a list of ints.
+            enforce_precompiled: refuse a plan that compiles kernels at its build.
+
+        Raises:
+            SerializationError: (a ValueError) foreign, cut off or damaged data, or another format version.
+            TypeError: `data` or `handle` is of the wrong kind.
+            RuntimeError: the graph is not empty.
+            cudnnGraphNotSupportedError: the recorded engine is not here, or does not take the graph on this device.
+        """
+        from opgraph.planning.serialize import decode
+
+        if data is None and not isinstance(handle, Handle):
+            handle, data = None, handle
+        if handle is not None and not isinstance(handle, Handle):
+            raise TypeError(f"deserialize: handle: expected a Handle, got {type(handle).__name__}; see create_handle()")
+        with self._lock:
+            if self._ir.frozen or self._ir.all_tensors or self._ir.nodes:
+                raise RuntimeError(f"deserialize: graph {self.name!r} is not empty; load into a new pygraph()")
+            saved = decode(data, self.name)
+            # Everything that can fail happens on a twin, so that nothing is ever half loaded.
+            twin = pygraph(self.name, handle=handle or self._handle, **{**self._options, **saved.options})
+            twin._ir, twin._filters = saved.ir, self._filters
+            twin._replay(saved, enforce_precompiled)
+            for field in ("_ir", "_handle", "_options", "_plans", "_ranked", "_executable"):
+                setattr(self, field, getattr(twin, field))
+
+    # ---- drawing
+
+    def draw(self) -> str:
+        """The graph as SVG text: tensors with name, dims and data type, operators, and the selected plan.
+
+        A graph that validates shows inferred dims; any other is drawn as it stands.
+        """
+        from opgraph.planning.draw import svg
+
+        plan = None if self._plans is None else self._plans.current()
+        return svg(self._ir, None if plan is None else plan.name)
+
+    def _repr_svg_(self) -> str:
+        return self.draw()
 
     # ---- CUDA graphs
 

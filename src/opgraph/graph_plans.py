@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from opgraph.engines.device import DeviceInfo, as_device, current_cuda_device
+from opgraph.engines.device import CUDA, DeviceInfo, as_device, current_cuda_device
 from opgraph.engines.support import Target
 from opgraph.handle import Handle
 from opgraph.ir.enums import behavior_note, build_plan_policy, knob_type, numerical_note
+from opgraph.ir.errors import cudnnGraphNotSupportedError
 from opgraph.planning import explain as _explain
 from opgraph.planning.executable import Binding, make_executable
 from opgraph.planning.plan import Plan, PlanList, as_heuristics
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
     from opgraph.ir.program import GraphIR, GraphSpec
     from opgraph.ir.tensor import Tensor
     from opgraph.planning.plan import Filters
+    from opgraph.planning.serialize import Saved
 
-__all__ = ["PlanApi", "SelectedEngine"]
+__all__ = ["EngineKnob", "PlanApi", "SelectedEngine"]
 
 
 class SelectedEngine:
@@ -35,6 +37,21 @@ class SelectedEngine:
 
     def __repr__(self) -> str:
         return f"<engine {self.name!r}, id {self.engine_id}>"
+
+
+class EngineKnob:
+    """A knob of an engine: `name` for `build(knobs=...)`, `type` (its `knob_type`, or None), and in words what it
+    takes."""
+
+    __slots__ = ("description", "name", "type")
+
+    def __init__(self, name: str, type: knob_type | None, description: str) -> None:
+        self.name = name
+        self.type = type
+        self.description = description
+
+    def __repr__(self) -> str:
+        return f"<knob {self.name!r}: {self.description}>"
 
 
 class PlanApi:
@@ -278,6 +295,22 @@ class PlanApi:
             host = info
         return host
 
+    def _replay(self, saved: Saved, enforce_precompiled: bool) -> None:
+        """Plans and builds a graph that was read from a file, exactly as recorded."""
+        kind = saved.device_type
+        recorded = as_device("cuda" if kind == CUDA else (kind, 0))
+        device = self._target_device(given=recorded)
+        plans = self._new_plans(self._ir.snapshot(), self._make_target(device, None, None))
+        plan = plans.replay(saved.engine, saved.engine_id, saved.knobs)
+        if enforce_precompiled and behavior_note.RUNTIME_COMPILATION in plan.behavior_notes:
+            raise cudnnGraphNotSupportedError(
+                f"deserialize: enforce_precompiled: {plan.name} compiles kernels, and the file holds none"
+            )
+        plans.build_at(plan.index)
+        self._ir.freeze()
+        self._plans, self._ranked = plans, True
+        self._executable = plans.executable(plan)
+
     def _planned(self, what: str) -> PlanList:
         if self._plans is None:
             raise RuntimeError(
@@ -313,6 +346,39 @@ class PlanApi:
         engine = registry.find(plan.engine)
         types = {} if engine is None else engine.knob_types
         return plan.engine_id, {kind: plan.knobs[name] for kind, name in types.items() if name in plan.knobs}
+
+    def get_engine_count(self) -> int:
+        """Number of engine ids with a plan for this graph on its device. Compiles nothing.
+
+        Raises:
+            AttributeError: the graph is not validated yet (`build_operation_graph`).
+        """
+        return len(self._engines_of("get_engine_count"))
+
+    def get_knobs_for_engine(self, engine_id: int) -> list[EngineKnob]:
+        """The knobs of the engine that owns an id, by name.
+
+        Raises:
+            AttributeError: the graph is not validated yet.
+            ValueError: no engine has this id.
+        """
+        self._engines_of("get_knobs_for_engine")
+        engine = registry.by_id(engine_id)
+        if engine is None:
+            raise ValueError(f"get_knobs_for_engine: {registry.unknown_id(engine_id)}")
+        kinds = {name: kind for kind, name in engine.knob_types.items()}
+        return [EngineKnob(name, kinds.get(name), engine.knobs[name]) for name in sorted(engine.knobs)]
+
+    def _engines_of(self, what: str) -> set[int]:
+        if not self._ir.validated:
+            raise AttributeError(
+                f"{what}: graph {self._ir.name!r} is not validated; call build_operation_graph() first"
+            )
+        with self._lock:
+            target = self._make_target(self._target_device(), None, None) if self._plans is None else self._plans.target
+            spec = self._ir.snapshot()
+            plain = target if target.engine is None else target.pinned(None, {})
+            return {c.engine_id for v in _explain.survey(spec, plain, registry) for c in v.candidates}
 
     def select_plan(self, index: int) -> Self:
         """Pins a plan: a later build is strict about it and does not walk on. Returns the graph.
@@ -368,10 +434,14 @@ class PlanApi:
         Raises:
             RuntimeError: before the build.
         """
+        return self._built_plan("get_workspace_size").compiled.workspace_bytes  # type: ignore[union-attr]
+
+    def _built_plan(self, what: str) -> Plan:
+        """The selected plan, or RuntimeError where there is none or it is not built."""
         plan = None if self._plans is None else self._plans.current()
         if plan is None or plan.compiled is None:
-            raise RuntimeError(f"get_workspace_size: graph {self._ir.name!r} is not built; call build()")
-        return plan.compiled.workspace_bytes
+            raise RuntimeError(f"{what}: graph {self._ir.name!r} is not built; call build()")
+        return plan
 
     def get_workspace_size_plan_at_index(
         self,

@@ -120,7 +120,8 @@ class Graph:
         graph = self._described()
         graph.validate()
         graph.build_operation_graph()
-        graph.create_execution_plans(self._heuristics)
+        if not graph.plans:  # a graph that the block deserialized has its plan
+            graph.create_execution_plans(self._heuristics)
         graph.check_support()
         graph.build_plans()
         self._ready = True

@@ -58,8 +58,10 @@ class Call:
         }
         made = getattr(self.graph, op)(**self.inputs, **options)
         self.outputs = {t.name.rpartition("::")[2]: t for t in made if t is not None}
-        for tensor in self.outputs.values():
+        for port, tensor in self.outputs.items():
             tensor.set_output(not virtual)
+            if port in ("final_state", "d_initial_state", "transition"):
+                tensor.set_data_type(io)
         self.graph.build(engine="cpu", knobs={"precision": precision})
 
     def buffers(self) -> dict[str, Guarded]:

@@ -30,9 +30,7 @@ class Case:
     """The sum of `operands - 1` tiny inputs, with or without overrides for every operand."""
 
     def __init__(self, engine: Engine, operands: int, overridden: bool = False) -> None:
-        self.graph = opgraph.pygraph(
-            io_data_type=opgraph.data_type.FLOAT, is_override_shape_enabled=overridden
-        )
+        self.graph = opgraph.pygraph(io_data_type=opgraph.data_type.FLOAT, is_override_shape_enabled=overridden)
         inputs = [self.graph.tensor((2, 3)) for _ in range(operands - 1)]
         total = inputs[0]
         for tensor in inputs[1:]:
@@ -125,9 +123,7 @@ class TestF01SteadyCostOfExecute:
     @pytest.mark.parametrize("overridden", [False, True], ids=["plain", "overrides"])
     def test_an_operand_more_costs_little(self, overridden, record_property):
         def attempt() -> str:
-            costs = [
-                Run(Case(Engine("null"), operands, overridden).timer()).least for operands in (SMALL, LARGE)
-            ]
+            costs = [Run(Case(Engine("null"), operands, overridden).timer()).least for operands in (SMALL, LARGE)]
             price = (costs[1] - costs[0]) / (LARGE - SMALL)
             text = f"F01 {price:.0f} ns for one more operand (bound {OPERAND_BOUND_NS:.0f})"
             print(text)

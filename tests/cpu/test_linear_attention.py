@@ -265,7 +265,8 @@ def test_a_run_cut_in_two_by_summaries(variant, form, heads):
     slope = values["d_final_state"]
     for piece, each in zip(parts[::-1], maps[::-1], strict=True):
         back = call(f"{variant}_summary_bwd", {p: piece[p] for p in ports}, **options)
-        close({"T": back["transition"]}, {"T": each["transition"].swapaxes(-1, -2)}, most)
+        # The transition is small, the remainder of an identity: in float32 its own error is larger.
+        close({"T": back["transition"]}, {"T": each["transition"].swapaxes(-1, -2)}, 10 * most)
         given = call(f"{variant}_summary_bwd", {**{p: piece[p] for p in ports}, "d_final_state": slope}, **form)
         slope = slope @ back["transition"] + back["d_initial_state"]
         close(given, {"d_initial_state": slope}, most)
@@ -310,12 +311,14 @@ def test_strong_decay(variant, strength):
     close(found, truth, 1e-5)
     if strength == "spike":
         # The token after which everything is forgotten is a first token.
-        rest = oracle(variant, part(values, 100, 256))
+        rest = oracle(variant, part(forward, 100, 256))
         close({"O": truth["O"][100:256]}, {"O": rest["O"]}, 1e-12)
     gradients, truth = chunks(f"{variant}_bwd", values), oracle(f"{variant}_bwd", values)
     if strength == "spike":
         assert (gradients["dG"][100] == 0).all()
-    close(gradients, truth, 1e-4 if strength == -5.0 else 1e-5)
+    if strength == -100.0:  # below the smallest normal float32
+        assert np.abs(gradients.pop("dG")).max() < 1e-37 > np.abs(truth.pop("dG")).max()
+    close(gradients, truth, 1e-5)
 
 
 def test_linear_gate_of_zero(variant):

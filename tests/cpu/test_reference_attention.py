@@ -207,9 +207,7 @@ def test_padding(lengths, band, blocking):
 def test_options(options, blocking):
     rng = np.random.default_rng(11)
     q, k, v = random(rng, (2, 6, 7, 4), (2, 3, 11, 4), (2, 2, 11, 5))
-    options = {
-        name: random(rng, value)[0] if isinstance(value, tuple) else value for name, value in options.items()
-    }
+    options = {name: random(rng, value)[0] if isinstance(value, tuple) else value for name, value in options.items()}
     right = definition(q, k, v, **options)
     check(sdpa(q, k, v, **options), right, True)
     check(sdpa(q, k, v, precise=False, **options), right, False)
@@ -347,9 +345,7 @@ def test_memory_is_linear_in_the_sequence():
 @pytest.mark.parametrize("softmax_block", [attention_blocks.softmax_block, _native.softmax_block])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_softmax_block(softmax_block, dtype):
-    scores = np.array(
-        [[1, 2, 3], [-np.inf, 5, -np.inf], [-np.inf] * 3, [np.nan, 1, 2], [-1e30, 0, 1e4]], dtype
-    )
+    scores = np.array([[1, 2, 3], [-np.inf, 5, -np.inf], [-np.inf] * 3, [np.nan, 1, 2], [-1e30, 0, 1e4]], dtype)
     row_max, row_sum = np.empty(5, dtype), np.empty(5, dtype)
     with np.errstate(all="ignore"):
         softmax_block(scores, row_max, row_sum)
@@ -405,9 +401,7 @@ def test_alibi_slopes():
     np.testing.assert_allclose(alibi_slopes(6)[4:], [2.0**-1, 2.0**-3])
 
 
-@pytest.mark.parametrize(
-    "port, lengths", [("seq_len_q", (8, 1)), ("seq_len_kv", (3, 12)), ("seq_len_q", (-1, 1))]
-)
+@pytest.mark.parametrize("port, lengths", [("seq_len_q", (8, 1)), ("seq_len_kv", (3, 12)), ("seq_len_q", (-1, 1))])
 def test_lengths_out_of_range(port, lengths):
     q, k, v = random(np.random.default_rng(9), (2, 1, 7, 2), (2, 1, 11, 2), (2, 1, 11, 2))
     view = np.full((2, 1, 7, 2), 5, np.float32)
@@ -430,9 +424,7 @@ class TestAgainstTorch:
         right = torch.nn.functional.scaled_dot_product_attention(
             *wide, is_causal=causal, scale=0.3, enable_gqa=True
         ).numpy()
-        np.testing.assert_allclose(
-            sdpa(q, k, v, attn_scale=0.3, use_causal_mask=causal)["O"], right, 1e-12, 1e-12
-        )
+        np.testing.assert_allclose(sdpa(q, k, v, attn_scale=0.3, use_causal_mask=causal)["O"], right, 1e-12, 1e-12)
         native = sdpa(q, k, v, precise=False, attn_scale=0.3, use_causal_mask=causal)["O"]
         np.testing.assert_allclose(native, right, 1e-5, 1e-5)
 
@@ -442,9 +434,7 @@ class TestAgainstTorch:
         lengths = [130, 1, 77]
         mask = torch.from_numpy(np.where(np.arange(130) < np.reshape(lengths, (3, 1, 1, 1)), bias, -np.inf))
         wide = [torch.from_numpy(x).double() for x in (q, k, v)]
-        right = torch.nn.functional.scaled_dot_product_attention(
-            *wide, attn_mask=mask.double(), scale=0.25
-        ).numpy()
+        right = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask.double(), scale=0.25).numpy()
         options = {
             "seq_len_q": int32(65, 65, 65),
             "seq_len_kv": int32(*lengths),

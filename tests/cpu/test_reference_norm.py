@@ -45,8 +45,7 @@ def reference(op: str, inputs: Any, outputs: Any, *, precise: bool = True, views
     """`outputs` are shapes by port."""
     views = views or {}
     specs = {
-        port: OutSpec(tuple(shape), FLOAT, np.dtype(np.float32), views.get(port))
-        for port, shape in outputs.items()
+        port: OutSpec(tuple(shape), FLOAT, np.dtype(np.float32), views.get(port)) for port, shape in outputs.items()
     }
     inputs = {port: array for port, array in inputs.items() if array is not None}
     before = {port: array.copy() for port, array in inputs.items()}
@@ -65,9 +64,7 @@ def kept(shape: Any, axes: Any) -> tuple[int, ...]:
 def forward(op, x, scale, bias, axes, *, phase=TRAINING, epsilon=EPSILON, **options):
     outputs = {"Y": x.shape}
     if phase is TRAINING:
-        outputs.update(
-            {p: kept(x.shape, axes) for p in ("MEAN", "INV_VARIANCE") if op == "layernorm" or p != "MEAN"}
-        )
+        outputs.update({p: kept(x.shape, axes) for p in ("MEAN", "INV_VARIANCE") if op == "layernorm" or p != "MEAN"})
     inputs = {"input": x, "scale": scale, "bias": bias, "epsilon": np.full([1] * x.ndim, epsilon, np.float32)}
     return reference(op, inputs, outputs, norm_forward_phase=phase, **options)
 
@@ -108,9 +105,7 @@ def close(found: Any, right: Any, precise: bool, tolerance: float = 1e-5) -> Non
 class TestForward:
     def test_training(self, op, shape, precise):
         x, scale, bias, axes = case(shape, 1)
-        close(
-            forward(op, x, scale, bias, axes, precise=precise), definition(op, x, scale, bias, axes), precise
-        )
+        close(forward(op, x, scale, bias, axes, precise=precise), definition(op, x, scale, bias, axes), precise)
 
     def test_inference_without_bias(self, op, shape, precise):
         x, scale, _, axes = case(shape, 2)
@@ -194,9 +189,7 @@ def backward(op: str, dy: Any, x: Any, scale: Any, axes: Any, *, precise: bool =
     if scale is not None:
         names = ("DSCALE", "DBIAS") if op == "layernorm" else ("Dscale", "Dbias")
         outputs.update(dict.fromkeys(names, scale.shape))
-    return reference(
-        f"{op}_backward", inputs, outputs, precise=precise, has_dbias=scale is not None, **options
-    )
+    return reference(f"{op}_backward", inputs, outputs, precise=precise, has_dbias=scale is not None, **options)
 
 
 def gradients(op: str, dy: Any, x: Any, scale: Any, axes: Any) -> dict[str, Any]:
@@ -240,9 +233,7 @@ class TestBackward:
 
         step = 1e-5
         direction = rng.standard_normal(x.shape)
-        slope = (loss(x + step * direction, scale, bias) - loss(x - step * direction, scale, bias)) / (
-            2 * step
-        )
+        slope = (loss(x + step * direction, scale, bias) - loss(x - step * direction, scale, bias)) / (2 * step)
         assert (found["DX"] * direction).sum() == pytest.approx(slope, rel=1e-6, abs=1e-7)
         if scale is None:
             return
@@ -359,9 +350,7 @@ class TestValidate:
         self.malformed("undecided", lambda g, x, s: g.layernorm(x, None, None, eps, TRAINING))
         self.malformed("rank", lambda g, x, s: g.layernorm(x, g.tensor((1, 4)), None, eps, TRAINING))
         self.malformed("scale", lambda g, x, s: g.layernorm(x, g.tensor((1, 1, 3)), None, eps, TRAINING))
-        self.malformed(
-            "statistic", lambda g, x, s: g.layernorm(x, s, None, eps, TRAINING)[1].set_dim((2, 1, 1))
-        )
+        self.malformed("statistic", lambda g, x, s: g.layernorm(x, s, None, eps, TRAINING)[1].set_dim((2, 1, 1)))
         self.malformed("grad", lambda g, x, s: g.layernorm_backward(s, x, s, s, s))
         self.malformed("mean", lambda g, x, s: g.layernorm_backward(x, x, s, None, g.tensor((2, 3, 1))))
         self.malformed("inv_variance", lambda g, x, s: g.layernorm_backward(x, x, s, g.tensor((2, 3, 1)), s))

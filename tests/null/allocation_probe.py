@@ -73,9 +73,7 @@ class Loops:
         graph, mapping, workspace = self.graph, self.mapping, self.workspace
         uids, shapes, strides = self.uids, self.shapes, self.strides
         for _ in times:
-            graph.execute(
-                mapping, workspace, override_uids=uids, override_shapes=shapes, override_strides=strides
-            )
+            graph.execute(mapping, workspace, override_uids=uids, override_shapes=shapes, override_strides=strides)
 
     def bound(self, times: Any) -> None:
         call = self.call

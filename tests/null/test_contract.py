@@ -162,6 +162,48 @@ def test_strides_that_differ_are_named_in_the_message():
     assert error.declared == "dims (3, 2) strides (2, 1)" and error.given == "dims (3, 2) strides (1, 4)"
 
 
+class Dynamic:
+    """Y = |X| with live extents from the buffers; `read` is what the plan saw of X."""
+
+    def __init__(self, dims: Any, strides: Any = None, **plan: Any) -> None:
+        self.graph = og.pygraph(io_data_type=D.FLOAT)
+        self.x = self.graph.tensor(dims, strides, name="X")
+        self.y = self.graph.abs(self.x).set_output(True).set_stride(row_major(dims))
+        install(self.graph, self._run, dynamic=True, **plan)
+        self.read: Any = None
+
+    def _run(self, pack: Any) -> None:
+        self.read = pack[0].numpy().copy()
+        np.copyto(pack[1].numpy(), self.read)
+
+
+@pytest.mark.parametrize("overrides", [True, False])
+@pytest.mark.parametrize("rows", [0, 2, 4, 6])
+def test_live_extents_come_from_the_buffers(rows: int, overrides: bool):
+    """Also where the buffer is longer: all of it counts then, not what the declaration would take of it."""
+    dynamic = Dynamic((4, 3), overrides=overrides)
+    x = np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)
+    out = np.full((rows, 3), -1, np.float32)
+    for _ in range(2):
+        dynamic.graph.execute({dynamic.x: x, dynamic.y: out})
+        np.testing.assert_array_equal(dynamic.read, x)
+        np.testing.assert_array_equal(out, x)
+    for other in {0, 2, 4, 6} - {rows}:
+        dynamic.read = None
+        with pytest.raises(ValueError, match=r"live dims|contradict"):
+            dynamic.graph.execute({dynamic.x: x, dynamic.y: np.zeros((other, 3), np.float32)})
+        assert dynamic.read is None
+
+
+def test_other_descriptions_are_read_as_declared_under_dynamic_shapes():
+    dynamic = Dynamic((2, 5, 3), (15, 1, 5))
+    memory = np.arange(30, dtype=np.float32)
+    out = np.zeros((2, 5, 3), np.float32)
+    for buffer in (memory, memory.reshape(2, 3, 5), memory.reshape(6, 5)):
+        dynamic.graph.execute({dynamic.x: buffer, dynamic.y: out})
+        np.testing.assert_array_equal(dynamic.read, memory.reshape(2, 3, 5).transpose(0, 2, 1))
+
+
 def test_lying_extents_are_refused_without_overflow():
     tabled = producer_type(table())
     huge = 2**62

@@ -35,9 +35,7 @@ def grouped(mode: M = M.NONE, *, types: Any = None, **given: Any) -> tuple[Any, 
     dims.update(given)
     kinds = {"first_token_offset": D.INT32, "token_index": D.INT32, "token_ks": D.INT64, **(types or {})}
     tensors = {
-        port: graph.tensor(dim, data_type=kinds.get(port), name=port)
-        for port, dim in dims.items()
-        if dim is not None
+        port: graph.tensor(dim, data_type=kinds.get(port), name=port) for port, dim in dims.items() if dim is not None
     }
     token = tensors.pop("token")
     return graph, graph.moe_grouped_matmul(token, mode=mode, **tensors, **options)

@@ -76,8 +76,8 @@ class Target:
         self.sm_count = sm_count
         self.sm_version = sm_version
 
-    def pinned(self, engine: str, knobs: Mapping[str, Any]) -> Target:
-        """The same target with an engine and its knobs named."""
+    def pinned(self, engine: str | None, knobs: Mapping[str, Any]) -> Target:
+        """The same target with an engine and its knobs named, or with none."""
         return Target(
             self.device,
             engine=engine,

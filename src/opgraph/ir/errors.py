@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["OperandError", "cudnnGraphNotSupportedError", "explain", "node_label", "tensor_label"]
+__all__ = [
+    "OperandError",
+    "SerializationError",
+    "cudnnGraphNotSupportedError",
+    "explain",
+    "node_label",
+    "tensor_label",
+]
 
 _UNSET: Any = object()
 
@@ -44,6 +51,11 @@ class OperandError(ValueError):
         self.declared = declared
         self.given = given
         self.next_step = next_step
+
+
+class SerializationError(ValueError):
+    """Data given to `deserialize` is no saved graph that this version reads: foreign, cut off, damaged, or of
+    another format version. Nothing of it was loaded."""
 
 
 def tensor_label(tensor: Any) -> str:

@@ -350,9 +350,7 @@ def _check_lengths(node: Any, batch: int) -> None:
     if len(given[0]) != len(given[1]):
         malformed(node, "lengths are needed for both sides", expected="seq_len_q and seq_len_kv", given=found)
     if params["use_padding_mask"] and not given[0]:
-        malformed(
-            node, "use_padding_mask needs the lengths", expected="seq_len_q and seq_len_kv", given=found
-        )
+        malformed(node, "use_padding_mask needs the lengths", expected="seq_len_q and seq_len_kv", given=found)
     if given[0] and not params["use_padding_mask"] and params["score_mod"] is None:
         malformed(node, "lengths need the padding mask", given=found, next_step="pass use_padding_mask=True")
     for port in ("seq_len_q", "seq_len_kv"):
@@ -420,9 +418,7 @@ def _check_band(node: Any, rows: int, keys: int) -> None:
         malformed(node, "the left bound counts the diagonal", expected="1 or more", given=left)
     if right is not None and right < 0:
         malformed(node, "the right bound must not be negative", expected="0 or more", given=right)
-    if params["score_mod"] is not None and (
-        left is not None or right is not None or params["use_alibi_mask"]
-    ):
+    if params["score_mod"] is not None and (left is not None or right is not None or params["use_alibi_mask"]):
         malformed(node, "score_mod excludes the built-in masks", next_step="build the mask in score_mod")
     if params["use_alibi_mask"] and right != 0:
         unsupported(node, "use_alibi_mask needs right bound 0", expected=0, given=right)
@@ -432,9 +428,7 @@ def _check_band(node: Any, rows: int, keys: int) -> None:
         unsupported(node, "a left bound needs Sq <= Skv", given=f"Sq {rows}, Skv {keys}", next_step=next_step)
     if bottom_right and (left is not None or right is not None):
         if tall:
-            unsupported(
-                node, "BOTTOM_RIGHT needs Sq <= Skv", given=f"Sq {rows}, Skv {keys}", next_step=next_step
-            )
+            unsupported(node, "BOTTOM_RIGHT needs Sq <= Skv", given=f"Sq {rows}, Skv {keys}", next_step=next_step)
         for used, option in (
             ("bias" in node.inputs, "a bias"),
             (params["use_alibi_mask"], "ALiBi"),

@@ -540,7 +540,5 @@ def _check(params: Mapping[str, Any], inputs: Mapping[str, Array]) -> None:
 
 OPS = (
     OpDef("sdpa_fp8", NodeType.SDPA_FP8, _infer_forward, _forward_reference, check=_check),
-    OpDef(
-        "sdpa_fp8_backward", NodeType.SDPA_FP8_BACKWARD, _infer_backward, _backward_reference, check=_check
-    ),
+    OpDef("sdpa_fp8_backward", NodeType.SDPA_FP8_BACKWARD, _infer_backward, _backward_reference, check=_check),
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..ir.datatypes import round_to
-from .base import Array
+from .base import Array, widened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -130,7 +130,7 @@ def largest(array: Array) -> Any:
 def _rounded(array: Array, scale: float, kind: data_type) -> Array:
     """fp8(array * scale), in the array's own type; overwrites the array."""
     np.multiply(array, scale, out=array)
-    return round_to(array, kind).astype(array.dtype)
+    return widened(round_to(array, kind), array.dtype)
 
 
 def _flat(array: Array) -> Array:

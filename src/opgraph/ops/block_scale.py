@@ -275,9 +275,7 @@ def _check_groups(node: Any, x: Any, groups: Any) -> None:
             expected="one axis longer than 1", given=groups.dim,
         )  # fmt: skip
     if groups.data_type not in (None, data_type.INT32, data_type.INT64):
-        malformed(
-            node, f"{tensor_label(groups)} is an integer", expected="INT32 or INT64", given=groups.data_type.name
-        )
+        malformed(node, f"{tensor_label(groups)} is an integer", expected="INT32 or INT64", given=groups.data_type.name)
 
 
 # -- reference -----------------------------------------------------------------------------------------------
@@ -324,9 +322,7 @@ def _quantize_reference(call: RefCall) -> dict[str, Array]:
         return _quantize_groups(call, x, narrow)
 
 
-def _quantize(
-    x: Array, size: int, axis: int, y_type: data_type, scale_type: data_type
-) -> tuple[Array, Array]:
+def _quantize(x: Array, size: int, axis: int, y_type: data_type, scale_type: data_type) -> tuple[Array, Array]:
     """Y and the factors of one tensor, or of the rows of one group, in their own types."""
     extent = x.shape[axis]
     count = -(-extent // size)
@@ -335,7 +331,8 @@ def _quantize(
         blocks = np.zeros((*x.shape[:axis], count * size, *x.shape[axis + 1 :]), x.dtype)
         blocks[(slice(None),) * axis + (slice(extent),)] = x
     blocks = blocks.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
-    largest = np.abs(blocks).max(axis + 1, initial=0).astype(np.float64)
+    room = np.abs(blocks)
+    largest = room.max(axis + 1, initial=0).astype(np.float64)
     largest /= _largest(y_type)
     if scale_type is data_type.FP8_E8M0:
         # v = mantissa * 2**exponent with a mantissa from 1/2 on, so 2**exponent is above v unless that is 1/2.
@@ -344,8 +341,10 @@ def _quantize(
         largest = np.where(np.isfinite(largest), np.where(largest == 0, 0, power), largest)
     scale = round_to(largest, scale_type)
     divisor = np.expand_dims(scale.astype(x.dtype), axis + 1)
-    blocks = np.where(divisor == 0, 0, blocks / divisor)
-    blocks = blocks.reshape(*x.shape[:axis], count * size, *x.shape[axis + 1 :])
+    np.divide(blocks, divisor, out=room)
+    if not divisor.all():
+        np.copyto(room, 0, where=divisor == 0)
+    blocks = room.reshape(*x.shape[:axis], count * size, *x.shape[axis + 1 :])
     return round_to(blocks[(slice(None),) * axis + (slice(extent),)], y_type), scale
 
 
@@ -355,9 +354,7 @@ def _largest(dtype: data_type) -> float:
     return float(np.finfo(numpy_dtype(dtype)).max) if found is None else found
 
 
-def _quantize_groups(
-    call: RefCall, x: Array, narrow: Callable[[Array], tuple[Array, Array]]
-) -> dict[str, Array]:
+def _quantize_groups(call: RefCall, x: Array, narrow: Callable[[Array], tuple[Array, Array]]) -> dict[str, Array]:
     y_out, out = call.outputs["Y"], call.outputs["scale"]
     rows = x.ndim - 2
     step = 1
@@ -377,7 +374,9 @@ def _quantize_groups(
                 f"at most {out.shape[rows]} at axis {rows}",
                 f"{place + held} or more",
             )
-        scale[tuple(map(slice, factors.shape[:rows])) + (slice(place, place + held), slice(factors.shape[-1]))] = factors
+        scale[tuple(map(slice, factors.shape[:rows])) + (slice(place, place + held), slice(factors.shape[-1]))] = (
+            factors
+        )
         place += -(-held // step) * step
     return {"Y": y, "scale": scale}
 
@@ -406,9 +405,7 @@ def _check_quantize(params: Any, inputs: Any) -> None:
 
 
 OPS = (
-    OpDef(
-        "block_scale_dequantize", NodeType.BLOCK_SCALE_DEQUANTIZE, _infer_dequantize, _dequantize_reference
-    ),
+    OpDef("block_scale_dequantize", NodeType.BLOCK_SCALE_DEQUANTIZE, _infer_dequantize, _dequantize_reference),
     OpDef(
         "block_scale_quantize",
         NodeType.BLOCK_SCALE_QUANTIZE,

@@ -47,9 +47,7 @@ class _Tile:
         if starts.size == 1 and (counts == rows).all():
             # The chunks lie one behind the other.
             low = int(first[0, 0])
-            self.place = Place(
-                slice(low, low + len(offsets) * rows), (len(offsets), 1, rows), None, inner=True
-            )
+            self.place = Place(slice(low, low + len(offsets) * rows), (len(offsets), 1, rows), None, inner=True)
             return
         within = np.arange(rows)
         index = first[..., None] + np.minimum(within, counts[..., None] - 1)
@@ -84,9 +82,7 @@ class _Group:
 
 
 def _chunks_of_a_tile(operands: Operands, rows: int) -> int:
-    size = (
-        operands.heads[0] * operands.heads[1] * rows * max(operands.K, operands.V) * operands.dtype.itemsize
-    )
+    size = operands.heads[0] * operands.heads[1] * rows * max(operands.K, operands.V) * operands.dtype.itemsize
     return max(1, _TILE_BYTES // max(size, 1))
 
 
@@ -194,9 +190,7 @@ def forward(operands: Operands, sequences: Sequence[int], sinks: Mapping[str, Si
             kept, written = factors.advance(active)
             active[...] = kept[-1]
             if "state_checkpoints" in sinks:
-                _put_checkpoints(
-                    operands, group.sequences, tile.offsets, kept[:-1], sinks["state_checkpoints"]
-                )
+                _put_checkpoints(operands, group.sequences, tile.offsets, kept[:-1], sinks["state_checkpoints"])
             if "O" in sinks:
                 out = product(factors.q_in, kept[:-1])
                 out += product(factors.mixing, written)
@@ -217,9 +211,7 @@ def _checkpoint_rows(operands: Operands, sequences: Sequence[int], offsets: Arra
     return here, (first + offsets // every)[here]
 
 
-def _put_checkpoints(
-    operands: Operands, sequences: Sequence[int], offsets: Array, states: Array, sink: Sink
-) -> None:
+def _put_checkpoints(operands: Operands, sequences: Sequence[int], offsets: Array, states: Array, sink: Sink) -> None:
     here, rows = _checkpoint_rows(operands, sequences, offsets)
     sink.put(rows, heads_joined(states.swapaxes(-1, -2)[here]))
 
@@ -277,23 +269,23 @@ def _gradients(
     size = do.shape[-2]
     np.copyto(d_mixing, 0, where=~np.tri(size, k=0, dtype=np.bool_))
     np.copyto(d_lower, 0, where=~np.tri(size, k=-1, dtype=np.bool_))
-    (dq, de), dk, sums = decay.pull((d_mixing, d_lower), (factors.mixing, factors.lower), (q, e), k)
+    (dq, de), dk, dlog = decay.pull((d_mixing, d_lower), (factors.mixing, factors.lower), (q, e), k)
 
+    # Through the state before the chunk: the decay of a row takes part in what the rows from it on read.
     turned = _turned(states)
     through = product(do, turned)
     through *= decay.inner
     dq += through
-    sums += decay.collect(q, through)
+    reached = decay.collect(q, through)
     through = product(dx, turned)
     through *= decay.inner
     de -= through
-    sums -= decay.collect(e, through)
+    reached -= decay.collect(e, through)
+    dlog += add_up(reached, -2, reverse=True)
+    # Through the state after it: in what the rows before it wrote, and in what was there.
     through = product(written, _turned(slopes))
     through *= decay.outer
     dk += through
-    through = decay.collect(k, through)
-    sums -= through
-    # Together these are the products of the outgoing state with its gradient. Taken apart they cancel against
-    # what the rows above hold of them, with the same rounding.
-    sums[..., -1, :] += decay.collect_states(states, slopes) + through.sum(-2)
-    rows.fold(sinks, dq, dk, de, dx, add_up(sums, -2, reverse=True))
+    dlog[..., 1:, :] += add_up(decay.collect(k, through), -2)[..., :-1, :]
+    dlog += decay.collect_states(states, slopes)
+    rows.fold(sinks, dq, dk, de, dx, dlog)

@@ -36,9 +36,7 @@ def product(a: Array, b: Array, out: Array | None = None) -> Array:
     if pieces <= 1:
         return np.matmul(a, b, out=out)
     if out is None:
-        out = np.empty(
-            (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), rows, columns), np.result_type(a, b)
-        )
+        out = np.empty((*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), rows, columns), np.result_type(a, b))
     step = -(-columns // pieces)
     for first in range(0, columns, step):
         part = slice(first, first + step)
@@ -113,38 +111,37 @@ class ScalarDecay:
         results = []
         for a in left:
             found = product(a, turned)
-            results.append(
-                np.multiply(found, self._pairs, out=found if found.shape == self._pairs.shape else None)
-            )
+            results.append(np.multiply(found, self._pairs, out=found if found.shape == self._pairs.shape else None))
         return results
 
     def pull(
         self, weights: Sequence[Array], values: Sequence[Array], left: Sequence[Array], k: Array
     ) -> tuple[list[Array], Array, Array]:
-        """Gradients of `products`: of each a, of k, and of G_i [.., C, 1].
+        """Gradients of `products`: of each a, of k, and of the log decay [.., C, 1].
 
-        `weights` are the gradients of the products, 0 above the diagonal, and `values` the products. Terms of
-        the diagonal, where the decay is 1, cancel in the gradient of G and are left out of it.
+        `weights` are the gradients of the products, 0 above the diagonal, and `values` the products. What
+        reaches the decay of row t are the products of the rows i >= t with the rows j < t. They are summed as
+        such: taken as differences of the gradients of G_i, small decays would be lost in what cancels.
         """
-        sums = np.zeros((*self._pairs.shape[:-1], 1), k.dtype)
-        d_left, dk = [], np.zeros((*self._pairs.shape[:-1], k.shape[-1]), k.dtype)
+        dk = np.zeros((*self._pairs.shape[:-1], k.shape[-1]), k.dtype)
+        d_left = []
+        crossing = np.zeros_like(self._pairs)
         for weight, value, a in zip(weights, values, left, strict=True):
-            both = weight * value
-            diagonals(both, 1, 0)[...] = 0
-            sums[..., 0] += both.sum(-1)
-            sums[..., 0] -= both.sum(-2)
+            crossing += weight * value
             weight = weight * self._pairs
             d_left.append(product(weight, k))
             dk += product(weight.swapaxes(-1, -2), a)
-        return d_left, dk, sums
+        add_up(crossing, -2, reverse=True)
+        crossing *= np.tri(crossing.shape[-1], k=-1, dtype=crossing.dtype)
+        return d_left, dk, crossing.sum(-1, keepdims=True)
 
     def collect(self, x: Array, y: Array) -> Array:
-        """The products x y as terms of the gradient of G, [.., C, 1]."""
+        """The products x y that a decay takes part in, [.., C, 1]."""
         return np.vecdot(x, y)[..., None]
 
     def collect_states(self, states: Array, slopes: Array) -> Array:
-        """The gradient that reaches the last G through e^{G_C} S, [.., 1]; states and slopes [.., K, V]."""
-        return np.vecdot(states, slopes).sum(-1, keepdims=True) * self.end[..., 0]
+        """What reaches every decay of a chunk through e^{G_C} S, [.., 1, 1]; states and slopes [.., K, V]."""
+        return np.vecdot(states, slopes).sum(-1)[..., None, None] * self.end
 
 
 class ChannelDecay:
@@ -172,9 +169,7 @@ class ChannelDecay:
             self._halves.append((half, _exp(anchor - upper, dtype), _exp(lower - anchor, dtype)))
             half //= 2
         blocks = _rows_of_blocks(sums)
-        self._pairs = [
-            _exp(blocks[..., apart:, :] - blocks[..., :-apart, :], dtype) for apart in range(1, _PAIR_ROWS)
-        ]
+        self._pairs = [_exp(blocks[..., apart:, :] - blocks[..., :-apart, :], dtype) for apart in range(1, _PAIR_ROWS)]
 
     def products(self, left: Sequence[Array], k: Array) -> list[Array]:
         size = k.shape[-2]
@@ -195,43 +190,39 @@ class ChannelDecay:
         self, weights: Sequence[Array], values: Sequence[Array], left: Sequence[Array], k: Array
     ) -> tuple[list[Array], Array, Array]:
         d_left = [np.zeros(self.inner.shape, k.dtype) for _ in left]
-        dk = np.zeros(self.inner.shape, k.dtype)
+        dk, dlog = np.zeros(self.inner.shape, k.dtype), np.zeros(self.inner.shape, k.dtype)
         for half, to_anchor, from_anchor in self._halves:
+            upper, lower = _halves(dlog, half)
             source = _halves(k, half)[0] * to_anchor
-            back = np.zeros_like(source)
+            back, crossing = np.zeros_like(source), np.zeros_like(source)
             for weight, a, da in zip(weights, left, d_left, strict=True):
-                block = _blocks_below(weight, half)
-                _halves(da, half)[1][...] += product(block, source) * from_anchor
-                back += product(block.swapaxes(-1, -2), _halves(a, half)[1] * from_anchor)
+                block, later = _blocks_below(weight, half), _halves(a, half)[1]
+                part = product(block, source)
+                part *= from_anchor
+                _halves(da, half)[1][...] += part
+                part *= later
+                crossing += part
+                back += product(block.swapaxes(-1, -2), later * from_anchor)
             back *= to_anchor
             _halves(dk, half)[0][...] += back
-        for apart in range(1, _PAIR_ROWS):
-            self._pull_pairs(apart, weights, left, k, d_left, dk)
-        # Before the pairs of rows with themselves: in the gradient of G these cancel, but for their rounding.
-        sums = -k * dk
-        for a, da in zip(left, d_left, strict=True):
-            sums += a * da
-        self._pull_pairs(0, weights, left, k, d_left, dk)
-        return d_left, dk, sums
-
-    def _pull_pairs(
-        self,
-        apart: int,
-        weights: Sequence[Array],
-        left: Sequence[Array],
-        k: Array,
-        d_left: Sequence[Array],
-        dk: Array,
-    ) -> None:
-        """Adds what comes from the rows i and i - `apart` of each block."""
-        source = self._earlier(k, apart)
-        for weight, a, da in zip(weights, left, d_left, strict=True):
-            factor = diagonals(weight, _PAIR_ROWS, apart)[..., None]
-            _rows_of_blocks(da)[..., apart:, :] += factor * source
-            term = factor * _rows_of_blocks(a)[..., apart:, :]
-            if apart:
-                term *= self._pairs[apart - 1]
-            _rows_of_blocks(dk)[..., : _PAIR_ROWS - apart, :] += term
+            # A lower row has these products from itself on below it, an upper row from those above it.
+            lower += add_up(crossing, -2, reverse=True)
+            back *= _halves(k, half)[0]
+            upper[..., 1:, :] += add_up(back, -2)[..., :-1, :]
+        for apart in range(_PAIR_ROWS):
+            source = self._earlier(k, apart)
+            for weight, a, da in zip(weights, left, d_left, strict=True):
+                factor, later = diagonals(weight, _PAIR_ROWS, apart)[..., None], _rows_of_blocks(a)[..., apart:, :]
+                part = factor * source
+                _rows_of_blocks(da)[..., apart:, :] += part
+                part *= later
+                for row in range(apart):
+                    _rows_of_blocks(dlog)[..., apart - row : _PAIR_ROWS - row, :] += part
+                part = factor * later
+                if apart:
+                    part *= self._pairs[apart - 1]
+                _rows_of_blocks(dk)[..., : _PAIR_ROWS - apart, :] += part
+        return d_left, dk, dlog
 
     def _earlier(self, k: Array, apart: int) -> Array:
         """k_{i - apart} e^{G_i - G_{i - apart}}, [.., blocks, rows i that have such a row, K]."""
@@ -242,7 +233,7 @@ class ChannelDecay:
         return x * y
 
     def collect_states(self, states: Array, slopes: Array) -> Array:
-        return np.vecdot(states, slopes) * self.end[..., 0]
+        return (np.vecdot(states, slopes) * self.end[..., 0])[..., None, :]
 
 
 def _exp(exponents: Array, dtype: np.dtype[Any]) -> Array:

@@ -60,9 +60,7 @@ class Place:
 
     __slots__ = ("index", "inner", "padding", "shape")
 
-    def __init__(
-        self, index: slice | Array, shape: tuple[int, ...], padding: Array | None, inner: bool
-    ) -> None:
+    def __init__(self, index: slice | Array, shape: tuple[int, ...], padding: Array | None, inner: bool) -> None:
         self.index = index
         self.shape = shape
         self.padding = padding
@@ -89,10 +87,7 @@ class Sink:
         view = out.view
         if view is not None and (
             view.shape != out.shape
-            or any(
-                np.may_share_memory(view, x) and not (x is same_as and _same(view, x))
-                for x in inputs.values()
-            )
+            or any(np.may_share_memory(view, x) and not (x is same_as and _same(view, x)) for x in inputs.values())
         ):
             view = None
         self.array = np.empty(out.shape, out.dtype) if view is None else view
@@ -121,12 +116,7 @@ class Sink:
 
 
 def _same(a: Array, b: Array) -> bool:
-    return (
-        a.shape == b.shape
-        and a.strides == b.strides
-        and a.ctypes.data == b.ctypes.data
-        and a.dtype == b.dtype
-    )
+    return a.shape == b.shape and a.strides == b.strides and a.ctypes.data == b.ctypes.data and a.dtype == b.dtype
 
 
 class Gate:
@@ -291,9 +281,7 @@ class Rows:
             place.tokens_first(self.log)[place.padding] = 0
             place.tokens_first(self._free)[place.padding] = False
 
-    def fold(
-        self, sinks: Mapping[str, Sink], dq: Array, dk: Array, de: Array, dx: Array, dlog: Array
-    ) -> None:
+    def fold(self, sinks: Mapping[str, Sink], dq: Array, dk: Array, de: Array, dx: Array, dlog: Array) -> None:
         """Stores the gradients of the ports.
 
         dq [.., S, G, (C,) K]; dk the part of k's gradient that does not go through e = b * k; de the gradient

@@ -121,9 +121,7 @@ class LinearAttentionNames(LinearAttentionOps):
         compute_data_type: Any = None,
     ) -> list[Tensor | None]:
         """`gdn2` under its long name; see `gated_delta_net`."""
-        packed, cu_seqlens, dim = _packed(
-            self, {"q": q, "k": k, "v": v, "g": g, "beta": beta, "w": w}, cu_seqlens
-        )
+        packed, cu_seqlens, dim = _packed(self, {"q": q, "k": k, "v": v, "g": g, "beta": beta, "w": w}, cu_seqlens)
         results = self.gdn2(
             packed["q"],
             packed["k"],

@@ -36,8 +36,7 @@ def forward_reference(call: RefCall) -> dict[str, Array]:
     operands = _operands(call)
     initial = call.inputs.get("initial_state")
     sinks = {
-        port: Sink(out, call.inputs, initial if port == "final_state" else None)
-        for port, out in call.outputs.items()
+        port: Sink(out, call.inputs, initial if port == "final_state" else None) for port, out in call.outputs.items()
     }
     if "state_indices" in call.inputs and "final_state" in sinks:
         pool = sinks["final_state"]

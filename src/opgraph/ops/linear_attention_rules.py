@@ -107,16 +107,12 @@ def _check_attributes(node: Any, role: str) -> None:
     if domain not in ("log", "linear"):
         malformed(node, "gate_domain is 'log' or 'linear'", given=repr(domain))
     if params["safe_gate"] and domain == "linear":
-        malformed(
-            node, "safe_gate excludes gate_domain 'linear'", next_step="pass raw logits as g, or no safe_gate"
-        )
+        malformed(node, "safe_gate excludes gate_domain 'linear'", next_step="pass raw logits as g, or no safe_gate")
     bound = params.get("gate_lower_bound")
     if not params["safe_gate"]:
         for port in _PARAMETERS:
             if port in inputs:
-                malformed(
-                    node, f"{port} needs safe_gate", tensor=inputs[port], next_step="pass safe_gate=True"
-                )
+                malformed(node, f"{port} needs safe_gate", tensor=inputs[port], next_step="pass safe_gate=True")
         if bound is not None:
             malformed(node, "gate_lower_bound needs safe_gate", given=bound, next_step="pass safe_gate=True")
     if bound is not None and not -5 <= bound < 0:
@@ -151,9 +147,7 @@ def _check_states(node: Any, role: str) -> None:
         if role != FORWARD:
             malformed(node, "state_indices is for the forward operators only", tensor=indices)
         if "initial_state" not in inputs:
-            malformed(
-                node, "state_indices needs initial_state", tensor=indices, next_step="pass the pool of states"
-            )
+            malformed(node, "state_indices needs initial_state", tensor=indices, next_step="pass the pool of states")
         if every:
             malformed(
                 node,
@@ -296,9 +290,7 @@ def _check_optional_inputs(node: Any, variant: Variant, extents: _Extents) -> No
         _check_dim(node, "state_indices", "[N]", (extents.sequences,))
         pool = inputs["initial_state"].dim
         rows = pool[0] if pool else 0
-        _check_dim(
-            node, "initial_state", "a pool [rows, HO, V, K], value axis before key axis", (rows, *state)
-        )
+        _check_dim(node, "initial_state", "a pool [rows, HO, V, K], value axis before key axis", (rows, *state))
     elif "initial_state" in inputs:
         what = "[N, HO, V, K], value axis before key axis"
         _check_dim(node, "initial_state", what, (extents.sequences, *state))
@@ -331,9 +323,7 @@ def _check_data_types(node: Any) -> None:
             allowed = _LENGTHS if port == "cu_seqlens" else _LENGTHS[:1]
             if tensor.data_type not in (None, *allowed):
                 names = " or ".join(dtype.name for dtype in allowed)
-                malformed(
-                    node, f"{port} is {names}", tensor=tensor, expected=names, given=tensor.data_type.name
-                )
+                malformed(node, f"{port} is {names}", tensor=tensor, expected=names, given=tensor.data_type.name)
         elif tensor.data_type not in (None, *_FLOATS):
             unsupported(
                 node,
@@ -369,15 +359,11 @@ def _check_output_ports(node: Any, variant: Variant, role: str) -> None:
         if params["checkpoint_every_n_tokens"]:
             expected.add("state_checkpoints")
     elif role == BACKWARD:
-        expected |= {
-            port for port in ("d_initial_state", "d_a_log", "d_dt_bias") if _GRADIENTS[port] in inputs
-        }
+        expected |= {port for port in ("d_initial_state", "d_a_log", "d_dt_bias") if _GRADIENTS[port] in inputs}
     elif params["output_transition"]:
         expected.add("transition")
     for port in sorted(expected ^ set(outputs)):
-        why = {"final_state": "output_final_state", "transition": "output_transition"}.get(
-            port
-        ) or _GRADIENTS.get(port)
+        why = {"final_state": "output_final_state", "transition": "output_transition"}.get(port) or _GRADIENTS.get(port)
         condition = f"exactly when {why} is given" if why else "always" if port in expected else "never"
         malformed(
             node,
@@ -424,14 +410,9 @@ def _fill_outputs(node: Any, extents: _Extents) -> None:
                 expected="HALF, BFLOAT16, FLOAT or DOUBLE",
                 given=out.data_type.name,
             )
-    states = [
-        (port, tensor) for ports in (inputs, outputs) for port, tensor in ports.items() if port in _STATES
-    ]
+    states = [(port, tensor) for ports in (inputs, outputs) for port, tensor in ports.items() if port in _STATES]
     for port, tensor in states:
-        if (
-            None not in (tensor.data_type, states[0][1].data_type)
-            and tensor.data_type != states[0][1].data_type
-        ):
+        if None not in (tensor.data_type, states[0][1].data_type) and tensor.data_type != states[0][1].data_type:
             malformed(
                 node,
                 f"{states[0][0]} and {port} have one data type",

@@ -52,9 +52,7 @@ def forward(operands: Operands, sequences: Sequence[int], sinks: Mapping[str, Si
 def start_states(operands: Operands, group: Sequence[int], transition: bool) -> Array:
     """The states before the first tokens [n, S, G, V, K]; a transition adds K rows, the identity."""
     inputs, (few, shared), width, channels = operands.inputs, operands.heads, operands.V, operands.K
-    states = np.zeros(
-        (len(group), few, shared, width + (channels if transition else 0), channels), operands.dtype
-    )
+    states = np.zeros((len(group), few, shared, width + (channels if transition else 0), channels), operands.dtype)
     if "initial_state" in inputs:
         rows = inputs["state_indices"][list(group)] if "state_indices" in inputs else list(group)
         states[..., :width, :] = operands.states("initial_state", rows)
@@ -142,9 +140,7 @@ def final_slopes(operands: Operands, group: Sequence[int], transition: bool) -> 
     """The gradients of the states after the last tokens, with K more rows for the transition."""
     few, shared = operands.heads
     width, channels = operands.V, operands.K
-    slopes = np.zeros(
-        (len(group), few, shared, width + (channels if transition else 0), channels), operands.dtype
-    )
+    slopes = np.zeros((len(group), few, shared, width + (channels if transition else 0), channels), operands.dtype)
     if "d_final_state" in operands.inputs:
         slopes[..., :width, :] = operands.states("d_final_state", list(group))
     if transition:
@@ -223,10 +219,7 @@ def _gradients(
         k, do_row, u = rows.k[step], do[step][..., None, :], written[step][..., None, :]
         slopes += do[step][..., None] * rows.q[step][..., None, :]
         # The state after the token is the decayed one plus k u^T.
-        dq[step] = (
-            np.matmul(do_row, decayed[step])[..., 0, :]
-            + np.matmul(do_row, written[step][..., None])[..., 0] * k
-        )
+        dq[step] = np.matmul(do_row, decayed[step])[..., 0, :] + np.matmul(do_row, written[step][..., None])[..., 0] * k
         du = np.matmul(slopes, k[..., None])
         dx[step] = du[..., 0]
         de[step] = -np.matmul(du.swapaxes(-1, -2), decayed[step])[..., 0, :]

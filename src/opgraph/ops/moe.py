@@ -235,9 +235,7 @@ def _check_integers(node: Any, port: str) -> int:
     if count not in tensor.dim:
         malformed(node, f"{port} is a list", tensor=tensor, expected="one axis longer than 1", given=tensor.dim)
     if tensor.data_type not in (None, *_INTEGERS):
-        malformed(
-            node, f"{port} is an integer", tensor=tensor, expected="INT32 or INT64", given=tensor.data_type.name
-        )
+        malformed(node, f"{port} is an integer", tensor=tensor, expected="INT32 or INT64", given=tensor.data_type.name)
     return count
 
 
@@ -288,9 +286,7 @@ def _bwd_reference(call: RefCall) -> dict[str, Array]:
     kind = np.dtype(np.int64) if math.dtype.kind == "b" else math.dtype
     result = np.zeros(out.shape, kind)
     for expert, first, last in _parts(inputs["first_token_offset"], out.shape[0], len(token)):
-        np.matmul(
-            math.numeric(token[first:last]).T, math.numeric(grad[first:last]), out=result[expert]
-        )
+        np.matmul(math.numeric(token[first:last]).T, math.numeric(grad[first:last]), out=result[expert])
     return {"dweight": result}
 
 

@@ -233,9 +233,7 @@ def _infer_forward(node: Any) -> None:
     else:
         axes = _axes_of_scale(node, x, scale)
         if bias is not None and bias.dim != scale.dim:
-            malformed(
-                node, "bias must have the dim of scale", tensor=bias, expected=scale.dim, given=bias.dim
-            )
+            malformed(node, "bias must have the dim of scale", tensor=bias, expected=scale.dim, given=bias.dim)
     y = node.outputs["Y"]
     check_set_dim(node, y, x.dim)
     like(y, x)
@@ -306,9 +304,7 @@ def _axes_of_scale(node: Any, x: Any, scale: Any) -> tuple[int, ...]:
 
 def _axes_without_scale(node: Any, x: Any, statistic: tuple[int, ...] | None) -> tuple[int, ...]:
     if statistic:
-        if len(statistic) != len(x.dim) or any(
-            a not in (1, b) for a, b in zip(statistic, x.dim, strict=True)
-        ):
+        if len(statistic) != len(x.dim) or any(a not in (1, b) for a, b in zip(statistic, x.dim, strict=True)):
             malformed(
                 node,
                 f"a statistic has the dim of {tensor_label(x)} with 1 on the normalised axes",
@@ -370,9 +366,7 @@ class _Rows:
         return array.reshape([shape[axis] for axis in self.order]).transpose(back)
 
 
-def _destination(
-    call: RefCall, out: OutSpec, rows: _Rows, dtype: np.dtype[Any]
-) -> tuple[Array, Array | None]:
+def _destination(call: RefCall, out: OutSpec, rows: _Rows, dtype: np.dtype[Any]) -> tuple[Array, Array | None]:
     """Where a result of x's shape goes: `[rows, n]`, and the output's view when that is what it is a view of.
 
     The view is used only where it shares no memory with an input: a block is written before the next one is

@@ -95,9 +95,7 @@ class ShapeOps(GraphOps):
             "transpose",
             inputs={"IN_0": input},
             outputs=("OUT_0",),
-            params={
-                "permutation": None if permutation is None else tuple(index(axis) for axis in permutation)
-            },
+            params={"permutation": None if permutation is None else tuple(index(axis) for axis in permutation)},
             name=name,
             compute_data_type=compute_data_type,
             out_dims=out_dims,
@@ -225,9 +223,7 @@ def _memory(dim: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
     Equal lists address equal offsets, each as often.
     """
     merged: list[tuple[int, int]] = []
-    for step, extent in sorted(
-        (step, extent) for extent, step in zip(dim, stride, strict=True) if extent != 1
-    ):
+    for step, extent in sorted((step, extent) for extent, step in zip(dim, stride, strict=True) if extent != 1):
         if merged and step == merged[-1][0] * merged[-1][1]:
             merged[-1] = (merged[-1][0] * extent, merged[-1][1])
         else:

@@ -169,16 +169,31 @@ class PlanList:
         """
         engine = self._engines.by_id(engine_id)
         if engine is None:
-            known = ", ".join(str(i) for e in self._engines.engines() for i in sorted(e.engine_ids))
-            raise ValueError(f"create_execution_plan: unknown engine id {engine_id}; known ids: {known}")
+            raise ValueError(f"create_execution_plan: {self._engines.unknown_id(engine_id)}")
         values = {**engine.engine_ids[engine_id], **named_knobs(engine, knobs or {})}
         target = self.target.pinned(engine.name, values)
         verdict = next(v for v in survey(self.spec, target, self._engines) if v.engine == engine.name)
         match = [c for c in verdict.candidates if c.engine_id == engine_id]
         if not match:
             raise not_supported(self.name, target, [verdict])
-        plan = Plan(len(self.plans), match[0])
+        plan = Plan(len(self.plans), next((c for c in match if c.knobs == values), match[0]))
         self.plans.append(plan)
+        return plan
+
+    def replay(self, name: str, engine_id: int, knobs: Mapping[str, Any]) -> Plan:
+        """Appends the recorded plan. cudnnGraphNotSupportedError where this process cannot make exactly that one."""
+        engine = self._engines.by_id(engine_id)
+        if engine is None or engine.name != name:
+            absent = self._engines.unavailable().get(name)
+            reason = absent or ("is not installed" if self._engines.find(name) is None else f"has no id {engine_id}")
+            raise not_supported(self.name, self.target, [Verdict(name, reasons=[f"the recorded engine {reason}"])])
+        try:
+            plan = self.append(engine_id, knobs)
+        except ValueError as error:  # a knob or a value that this version of the engine does not have
+            raise not_supported(self.name, self.target, [Verdict(name, reasons=[str(error)])]) from error
+        if dict(plan.candidate.knobs) != dict(knobs):
+            reason = f"the recorded knobs {dict(knobs)} became {dict(plan.candidate.knobs)}"
+            raise not_supported(self.name, self.target, [Verdict(name, reasons=[reason])])
         return plan
 
     def _listed(self, mode: heur_mode, candidate: Candidate) -> bool:

@@ -53,6 +53,11 @@ class Registry:
         """The engine that owns an engine id, or None."""
         return next((e for e in self.engines() if engine_id in e.engine_ids), None)
 
+    def unknown_id(self, engine_id: object) -> str:
+        """The message for an id that no engine owns."""
+        known = ", ".join(str(i) for e in self.engines() for i in sorted(e.engine_ids))
+        return f"unknown engine id {engine_id}; known ids: {known}"
+
     def register(self, engine: Engine) -> None:
         """Adds an engine of this process (tests, notebooks; packages declare an entry point instead).
 
