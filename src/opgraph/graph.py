@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from opgraph import _native
+from opgraph import _native, planning
 from opgraph.engines.device import CPU
 from opgraph.graph_plans import PlanApi
 from opgraph.handle import Handle
@@ -36,8 +36,6 @@ from opgraph.ops.pointwise import PointwiseOps
 from opgraph.ops.reduction import ReductionOps
 from opgraph.ops.rope import RopeOps
 from opgraph.ops.shape import ShapeOps
-from opgraph.planning.plan import Filters
-from opgraph.planning.protocols import device_of
 
 __all__ = ["GraphContext", "pygraph"]
 
@@ -159,7 +157,7 @@ class pygraph(
         self._bound: dict[Tensor, Any] = {}
         self._declared_on: tuple[int, int] | None = None
         self._lock = RLock()
-        self._filters = Filters()
+        self._filters = planning.plan.Filters()
         self._reset_plans()
 
     # ---- declaring
@@ -226,7 +224,7 @@ class pygraph(
         if shape is None:
             raise TypeError(f"tensor_like: expected a Tensor or an array, got {type(x).__name__}")
         dim = tuple(int(n) for n in shape)
-        device = device_of(x)
+        device = planning.protocols.device_of(x)
         one = all(extent == 1 for extent in dim)
         host = device is not None and device[0] == CPU
         by_value = host and one and not is_virtual if is_pass_by_value is None else is_pass_by_value
@@ -517,7 +515,7 @@ def _element_strides(x: Any, dim: tuple[int, ...]) -> tuple[int, ...] | None:
     if callable(stride):
         return tuple(int(s) for s in stride())
     if not isinstance(x, np.ndarray):
-        if 0 in dim or (device_of(x) or (0, 0))[0] != CPU:
+        if 0 in dim or (planning.protocols.device_of(x) or (0, 0))[0] != CPU:
             return None
         try:
             x = np.from_dlpack(x)

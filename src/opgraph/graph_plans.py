@@ -5,22 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+from opgraph import planning
 from opgraph.engines.device import CUDA, DeviceInfo, as_device, current_cuda_device
-from opgraph.engines.support import Target
 from opgraph.handle import Handle
 from opgraph.ir.enums import behavior_note, build_plan_policy, knob_type, numerical_note
 from opgraph.ir.errors import cudnnGraphNotSupportedError
-from opgraph.planning import explain as _explain
-from opgraph.planning.executable import Binding, make_executable
-from opgraph.planning.plan import Plan, PlanList, as_heuristics
-from opgraph.planning.protocols import device_of
-from opgraph.planning.registry import registry
 
 if TYPE_CHECKING:
-    from opgraph.engines.support import CompiledPlan
+    from opgraph.engines.support import CompiledPlan, Target
     from opgraph.ir.program import GraphIR, GraphSpec
     from opgraph.ir.tensor import Tensor
-    from opgraph.planning.plan import Filters
+    from opgraph.planning.executable import Binding
+    from opgraph.planning.plan import Filters, Plan, PlanList
     from opgraph.planning.serialize import Saved
 
 __all__ = ["EngineKnob", "PlanApi", "SelectedEngine"]
@@ -101,6 +97,8 @@ class PlanApi:
             raise TypeError(f"build: engine: expected an engine's name, got {type(engine).__name__}")
         if knobs is not None and engine is None:
             raise ValueError("build: knobs belong to one engine; name it with engine=")
+        from opgraph.engines.support import Target
+
         return Target(
             device,
             engine=engine,
@@ -121,10 +119,10 @@ class PlanApi:
 
         def finish(compiled: CompiledPlan) -> Any:
             if not made:
-                made.append(Binding(name, spec, tensors, bound, device, stream, target.dynamic))
-            return make_executable(made[0], compiled)
+                made.append(planning.executable.Binding(name, spec, tensors, bound, device, stream, target.dynamic))
+            return planning.executable.make_executable(made[0], compiled)
 
-        return PlanList(name, spec, target, registry, self._filters, finish)
+        return planning.plan.PlanList(name, spec, target, planning.registry.registry, self._filters, finish)
 
     # ---- lifecycle
 
@@ -146,7 +144,7 @@ class PlanApi:
             RuntimeError: the graph was planned before.
             cudnnGraphNotSupportedError: no engine proposes a plan; one line per engine and reason.
         """
-        modes = as_heuristics(heuristics)
+        modes = planning.plan.as_heuristics(heuristics)
         with self._lock:
             if self._ranked:
                 raise RuntimeError(
@@ -237,7 +235,7 @@ class PlanApi:
         device: Any,
         given: DeviceInfo | None,
     ) -> None:
-        modes = as_heuristics(heuristics)
+        modes = planning.plan.as_heuristics(heuristics)
         with self._lock:
             if not self._ranked and (self._plans is None or engine is not None):
                 self._plan(modes, engine, knobs, self._target_device(device, given))
@@ -286,7 +284,7 @@ class PlanApi:
             return None
         host = None
         for key, value in items:
-            pair = device_of(value)
+            pair = planning.protocols.device_of(value)
             if pair is None or getattr(key, "is_pass_by_value", False):
                 continue
             info = as_device(pair)
@@ -343,7 +341,7 @@ class PlanApi:
     def get_engine_and_knobs_at_index(self, index: int) -> tuple[int, dict[knob_type, int]]:
         """What `create_execution_plan` takes to repeat this choice."""
         plan = self._planned("get_engine_and_knobs_at_index").at(index)
-        engine = registry.find(plan.engine)
+        engine = planning.registry.registry.find(plan.engine)
         types = {} if engine is None else engine.knob_types
         return plan.engine_id, {kind: plan.knobs[name] for kind, name in types.items() if name in plan.knobs}
 
@@ -363,9 +361,9 @@ class PlanApi:
             ValueError: no engine has this id.
         """
         self._engines_of("get_knobs_for_engine")
-        engine = registry.by_id(engine_id)
+        engine = planning.registry.registry.by_id(engine_id)
         if engine is None:
-            raise ValueError(f"get_knobs_for_engine: {registry.unknown_id(engine_id)}")
+            raise ValueError(f"get_knobs_for_engine: {planning.registry.registry.unknown_id(engine_id)}")
         kinds = {name: kind for kind, name in engine.knob_types.items()}
         return [EngineKnob(name, kinds.get(name), engine.knobs[name]) for name in sorted(engine.knobs)]
 
@@ -378,7 +376,8 @@ class PlanApi:
             target = self._make_target(self._target_device(), None, None) if self._plans is None else self._plans.target
             spec = self._ir.snapshot()
             plain = target if target.engine is None else target.pinned(None, {})
-            return {c.engine_id for v in _explain.survey(spec, plain, registry) for c in v.candidates}
+            verdicts = planning.explain.survey(spec, plain, planning.registry.registry)
+            return {c.engine_id for v in verdicts for c in v.candidates}
 
     def select_plan(self, index: int) -> Self:
         """Pins a plan: a later build is strict about it and does not walk on. Returns the graph.
@@ -479,7 +478,7 @@ class PlanApi:
             if plans is not None and engine is None and device is None:
                 barred = [self._filters.bar(plan) for plan in plans.plans]
                 current = plans.current()
-                return _explain.text(
+                return planning.explain.text(
                     self._ir.name,
                     plans.target,
                     plans.verdicts,
@@ -488,8 +487,8 @@ class PlanApi:
                     barred,
                 )
             target = self._make_target(self._target_device(device), engine, None)
-            verdicts = _explain.survey(self._ir.snapshot(), target, registry)
-            return _explain.text(self._ir.name, target, verdicts)
+            verdicts = planning.explain.survey(self._ir.snapshot(), target, planning.registry.registry)
+            return planning.explain.text(self._ir.name, target, verdicts)
 
     # ---- filters
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from _thread import allocate_lock
 from typing import Any
 
+from opgraph import planning
 from opgraph._version import __version__
 from opgraph.engines.device import DeviceInfo, as_device
-from opgraph.planning.messages import last_error
 
 __all__ = [
     "DeviceProperties",
@@ -43,7 +43,7 @@ def library_version() -> str:
 
 def get_last_error_string() -> str:
     """The last refusal of a graph or a buffer in this thread, or an empty text."""
-    return last_error()
+    return planning.messages.last_error()
 
 
 class KernelCache:
@@ -91,7 +91,7 @@ class KernelCache:
 
         try:
             content = json.loads(data)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"kernel cache: not a serialized kernel cache: {error}") from None
         entries = content.get("entries") if isinstance(content, dict) else None
         known = isinstance(content, dict) and (content.get("format"), content.get("version")) == (
@@ -135,6 +135,7 @@ class DeviceProperties:
                 "name": device.name,
                 "compute_capability": device.compute_capability,
                 "sm_count": device.sm_count,
+                "is_fake": device.is_fake,
             }
         )
 
@@ -173,7 +174,8 @@ def create_device_properties(source: int | str = 0) -> DeviceProperties:
             str(content["name"]),
             None if capability is None else (int(capability[0]), int(capability[1])),
             int(content["sm_count"]),
+            content.get("is_fake") is True,
         )
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"create_device_properties: the text describes no device: {error}") from None
     return DeviceProperties(device)

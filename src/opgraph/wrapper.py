@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from opgraph import planning
 from opgraph.engines.device import CPU
 from opgraph.graph import pygraph
 from opgraph.handle import Handle, default_handle
@@ -17,8 +18,6 @@ from opgraph.ir.datatypes import numpy_dtype
 from opgraph.ir.enums import data_type
 from opgraph.ir.tensor import Tensor, span
 from opgraph.ops.base import GraphOps
-from opgraph.planning.plan import DEFAULT_HEURISTICS
-from opgraph.planning.protocols import device_of
 
 __all__ = ["Graph"]
 
@@ -91,7 +90,7 @@ class Graph:
         self._handle = handle
         self._asked_inputs = inputs
         self._asked_outputs = outputs
-        self._heuristics = list(heuristics or DEFAULT_HEURISTICS)
+        self._heuristics = list(heuristics or planning.plan.DEFAULT_HEURISTICS)
         self._workspace_alloc = workspace_alloc
         self._graph: pygraph | None = None
         self._ready = False
@@ -334,7 +333,7 @@ def _detached(array: Any) -> Any:
 
 def _checked(value: Any, tensor: Tensor) -> Any:
     number = tensor.is_pass_by_value and isinstance(value, (int, float))
-    if not number and not _is_array(value) and device_of(value) is None:
+    if not number and not _is_array(value) and planning.protocols.device_of(value) is None:
         raise RuntimeError(
             f"Graph: tensor {tensor.name!r} (uid {tensor.uid}): expected an array, got {type(value).__name__}"
         )
@@ -357,8 +356,8 @@ def _empty(dim: tuple[int, ...], stride: tuple[int, ...], dtype: data_type, arra
         stride = tuple(s if a == unit else max(1, s // 2) for a, s in enumerate(stride))
         dtype = data_type.UINT8
     model = next((a for a in arrays if hasattr(a, "new_empty_strided")), None)
-    host = all((device_of(a) or (CPU, 0))[0] == CPU for a in arrays)
-    if model is not None and (host or device_of(model)[0] != CPU):  # type: ignore[index]
+    host = all((planning.protocols.device_of(a) or (CPU, 0))[0] == CPU for a in arrays)
+    if model is not None and (host or planning.protocols.device_of(model)[0] != CPU):  # type: ignore[index]
         torch = sys.modules["torch"]  # the model is one of its tensors
         return model.new_empty_strided(dim, stride, dtype=getattr(torch, numpy_dtype(dtype).name))
     if not host:

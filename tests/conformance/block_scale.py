@@ -251,8 +251,10 @@ class Quantize:
         yield self.problem("transposed", rng, [2, 16, 6], 8, dtype, axis=1, transpose=True)
         yield self.problem("transposed, batch", rng, [2, 16, 3, 4], 8, dtype, axis=1, transpose=True)
         largest = LARGEST[dtype]
-        edges = np.array([[0.0] * 4, [largest, 0, 1, -largest], [largest * 1.0000001, 0, 0, 0], [1e-38, 0, 0, -1e-38],
-                          [np.inf, 1, -np.inf, 0], [np.nan, 1, 2, 3], [3e38, -3e38, 1, 0], [1e-45, 0, 0, 0]])  # fmt: skip
+        edges = np.array([
+            [0.0] * 4, [largest, 0, 1, -largest], [largest * 1.0000001, 0, 0, 0], [1e-38, 0, 0, -1e-38],
+            [np.inf, 1, -np.inf, 0], [np.nan, 1, 2, 3], [3e38, -3e38, 1, 0], [1e-45, 0, 0, 0],
+        ])  # fmt: skip
         yield self.problem("edges", rng, [8, 4], 4, dtype, values=edges)
         yield self.problem("tiles", rng, [2, 130, 160], 32, dtype, tiles=True)
         yield self.problem("tiles, whole", rng, [1, 128, 64], 16, dtype, tiles=True, scale_type=E4M3)

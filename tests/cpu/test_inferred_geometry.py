@@ -12,7 +12,7 @@ import opgraph
 from opgraph import data_type, norm_forward_phase, reduction_mode, reshape_mode
 
 IO, INTERMEDIATE, COMPUTE = data_type.HALF, data_type.BFLOAT16, data_type.FLOAT
-FLOAT, INT8 = data_type.FLOAT, data_type.INT8
+FLOAT, INT8, INT32, FP8 = data_type.FLOAT, data_type.INT8, data_type.INT32, data_type.FP8_E4M3
 
 PADDED = ((2, 3, 4), (40, 12, 2))  # strides no default would give
 ODD = ((2, 3, 4, 6), (100, 1, 24, 4))
@@ -48,6 +48,11 @@ def heads(graph: Any) -> tuple[Any, Any, Any]:
     return q, graph.tensor([2, 2, 7, 8]), graph.tensor([2, 2, 7, 16])
 
 
+def fp8_heads(graph: Any) -> list[Any]:
+    q = graph.tensor([2, 4, 5, 16], [640, 16, 128, 1], FP8)
+    return [q, graph.tensor([2, 2, 7, 16], None, FP8), graph.tensor([2, 2, 7, 16], None, FP8)]
+
+
 def channel_tensors(graph: Any, count: int) -> list[Any]:
     return [graph.tensor([1, 3, 1, 1], [10, 2, 2, 2]) for _ in range(count)]
 
@@ -55,6 +60,7 @@ def channel_tensors(graph: Any, count: int) -> list[Any]:
 CONVOLUTION = {"padding": [1, 1], "stride": [1, 2], "dilation": [1, 1]}
 _CHANNEL = ((1, 3, 1, 1), channels_last((1, 3, 1, 1)), None)
 _IMAGE = ((2, 3, 1, 1), channels_last((2, 3, 1, 1)), None)
+_AMAX = ((1, 1, 1, 1), (1, 1, 1, 1), FLOAT)
 _KEPT = (2, 1, 1, 6)
 _STATISTIC = (_KEPT, preserving(_KEPT, ODD[1]), None)
 _SCALE = ((1, 3, 4, 1), (50, 1, 5, 5), None)
@@ -174,6 +180,34 @@ CASES: dict[str, tuple[str, Callable[[Any], Any], list[Any]]] = {
         "sdpa",
         lambda g: g.sdpa(*heads(g), generate_stats=True),
         [((2, 4, 5, 16), row_major((2, 4, 5, 16)), None), ((2, 4, 5, 1), row_major((2, 4, 5, 1)), FLOAT)],
+    ),
+    "sdpa_fp8": (
+        "sdpa_fp8",
+        lambda g: g.sdpa_fp8(*fp8_heads(g), *[1.0] * 6, generate_stats=True),
+        [((2, 4, 5, 16), row_major((2, 4, 5, 16)), None), ((2, 4, 5, 1), row_major((2, 4, 5, 1)), FLOAT)]
+        + [_AMAX] * 2,
+    ),
+    "sdpa_fp8_backward": (
+        "sdpa_fp8_backward",
+        lambda g: g.sdpa_fp8_backward(
+            *fp8_heads(g), g.tensor([2, 4, 5, 16]), g.tensor([2, 4, 5, 16], (1280, 320, 64, 1), FP8),
+            g.tensor([2, 4, 5, 1], None, FLOAT), *[1.0] * 12,
+        ),
+        [(dim, row_major(dim), None) for dim in ((2, 4, 5, 16), (2, 2, 7, 16), (2, 2, 7, 16))] + [_AMAX] * 4,
+    ),
+    "moe_grouped_matmul": (
+        "moe_grouped_matmul",
+        lambda g: g.moe_grouped_matmul(
+            g.tensor([1, 9, 4], [90, 8, 2]), g.tensor([3, 4, 5], [20, 1, 4]), g.tensor([3, 1, 1], None, INT32)
+        ),
+        [((1, 9, 5), row_major((1, 9, 5)), None)],
+    ),
+    "moe_grouped_matmul_bwd": (
+        "moe_grouped_matmul_bwd",
+        lambda g: g.moe_grouped_matmul_bwd(
+            g.tensor([1, 9, 5]), g.tensor([1, 9, 4]), g.tensor([3, 1, 1], None, INT32)
+        ),
+        [((3, 4, 5), (20, 1, 4), None)],
     ),
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from exchange import forwarding, producer_type, table
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
-from probe import OneOperand
+from probe import OneOperand, install
 
 import opgraph as og
 from opgraph.ir.tensor import row_major

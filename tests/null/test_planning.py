@@ -125,7 +125,7 @@ def test_an_engine_that_cannot_be_imported_is_named_with_the_reason(monkeypatch)
     assert "wonder" in engines.names()
     assert engines.find("wonder") is None
     assert engines.unavailable()["wonder"].endswith("'wonder' 2.0 or newer is not installed")
-    monkeypatch.setattr("opgraph.graph_plans.registry", engines)
+    monkeypatch.setattr("opgraph.planning.registry.registry", engines)
     g, _ = add_graph()
     assert "wonder: cannot be imported" in g.explain()
     with pytest.raises(og.cudnnGraphNotSupportedError, match="wonder: cannot be imported"):

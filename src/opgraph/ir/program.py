@@ -6,7 +6,6 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from .datatypes import as_data_type
-from .describe import describe
 from .enums import data_type as _data_type
 from .enums import scalar_type as _scalar_type
 from .errors import explain, tensor_label
@@ -567,4 +566,6 @@ class GraphIR:
 
     def inspect(self) -> dict[str, Any]:
         """Context, nodes and tensors as plain values that JSON can hold."""
+        from .describe import describe
+
         return describe(self)

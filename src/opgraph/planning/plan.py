@@ -170,7 +170,14 @@ class PlanList:
         engine = self._engines.by_id(engine_id)
         if engine is None:
             raise ValueError(f"create_execution_plan: {self._engines.unknown_id(engine_id)}")
-        values = {**engine.engine_ids[engine_id], **named_knobs(engine, knobs or {})}
+        given = named_knobs(engine, knobs or {})
+        for key, fixed in engine.engine_ids[engine_id].items():
+            if given.get(key, fixed) != fixed:
+                raise ValueError(
+                    f"create_execution_plan: engine id {engine_id} stands for {key}={fixed}, which {key}={given[key]} "
+                    "contradicts; use the id of that value"
+                )
+        values = {**engine.engine_ids[engine_id], **given}
         target = self.target.pinned(engine.name, values)
         verdict = next(v for v in survey(self.spec, target, self._engines) if v.engine == engine.name)
         match = [c for c in verdict.candidates if c.engine_id == engine_id]

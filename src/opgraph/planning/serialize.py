@@ -36,14 +36,15 @@ _MAGIC = b"\x89opgraph"  # the first byte is no ASCII: a text, or a copy that lo
 _HEAD = Struct("<8sIQ")  # magic, format version, bytes of the body
 _DIGEST = 32
 
-_OPTIONS = (
-    "sm_count",
-    "sm_version",
-    "is_dynamic_shape_enabled",
-    "is_override_shape_enabled",
-    "cuda_graph_retention",
-    "is_cuda_graph_replay_expected",
-)
+# Options of `pygraph` that are saved, and the types their values may have.
+_OPTIONS: dict[str, tuple[type, ...]] = {
+    "sm_count": (int, type(None)),
+    "sm_version": (int, type(None)),
+    "is_dynamic_shape_enabled": (bool,),
+    "is_override_shape_enabled": (bool,),
+    "cuda_graph_retention": (enums.cuda_graph_retention, type(None)),
+    "is_cuda_graph_replay_expected": (bool,),
+}
 _ENUMS: dict[str, type[Enum]] = {name: getattr(enums, name) for name in enums.__all__}
 
 
@@ -149,7 +150,9 @@ def _tensor_record(tensor: Tensor) -> dict[str, Any]:
 
 def _node_record(node: Node) -> dict[str, Any]:
     if OPS.get(node.op) is not node.definition:
-        raise TypeError(f"serialize: {node_label(node)}: its operator is none of opgraph.ops.OPS, so no file can name it")
+        raise TypeError(
+            f"serialize: {node_label(node)}: its operator is none of opgraph.ops.OPS, so no file can name it"
+        )
     return {
         "op": node.op,
         "name": node.name,
@@ -215,7 +218,7 @@ def decode(data: Any, name: str) -> Saved:
     body = _body(_as_bytes(data))
     try:
         ir = _graph(body, name)
-        options = {key: _read(body["options"][key]) for key in _OPTIONS}
+        options = {key: _of_any(_read(body["options"][key]), kinds) for key, kinds in _OPTIONS.items()}
         plan = body["plan"]
         knobs = {key: _read(value) for key, value in plan["knobs"].items()}
         return Saved(
@@ -292,6 +295,12 @@ def _of(value: Any, kind: type) -> Any:
     """The value, which must be of exactly this type: True is no int here."""
     if type(value) is not kind:
         raise TypeError(f"expected {kind.__name__}, found {value!r}")
+    return value
+
+
+def _of_any(value: Any, kinds: tuple[type, ...]) -> Any:
+    if type(value) not in kinds:
+        raise TypeError(f"expected {' or '.join(kind.__name__ for kind in kinds)}, found {value!r}")
     return value
 
 
