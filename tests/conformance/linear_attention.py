@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
 from conformance import linear_attention_truth as truths
 from conformance.layouts import row_major
 from conformance.problem import Expect, Input, Problem
@@ -236,7 +237,9 @@ class LinearAttention:
         yield problem("linear gate", options={"gate_domain": "linear"})
         for parameters in ((), ("a_log",), ("dt_bias",), ("a_log", "dt_bias")):
             options = {"safe_gate": True}
-            yield problem(f"safe gate, {' '.join(parameters) or 'no parameters'}", options=options, parameters=parameters)
+            yield problem(
+                f"safe gate, {' '.join(parameters) or 'no parameters'}", options=options, parameters=parameters
+            )
         if self.variant != "gdn":
             options = {"safe_gate": True, "gate_lower_bound": -2.0}
             yield problem("lower bound", options=options, parameters=["a_log"])

@@ -8,6 +8,7 @@ One recurrence serves the three operators. With S [HO, K, V], b = w = beta for G
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from conformance.calculus import vjp
@@ -87,7 +88,7 @@ def forward(xp: Any, values: Mapping[str, Any], options: Mapping[str, Any]) -> d
     rows = [int(n) for n in values["state_indices"]] if "state_indices" in values else range(len(bounds) - 1)
 
     outputs, states, checkpoints = [], [], []
-    for sequence, (low, high) in enumerate(zip(bounds[:-1], bounds[1:])):
+    for sequence, (low, high) in enumerate(pairwise(bounds)):
         if initial is None:
             state = xp.zeros((out, k.shape[2], v.shape[2]), dtype=xp.float64)
         else:
@@ -117,9 +118,7 @@ def forward(xp: Any, values: Mapping[str, Any], options: Mapping[str, Any]) -> d
     return found
 
 
-def backward(
-    xp: Any, values: Mapping[str, Any], options: Mapping[str, Any], wanted: Sequence[str]
-) -> dict[str, Any]:
+def backward(xp: Any, values: Mapping[str, Any], options: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
     """The gradients `wanted`, by port, of sum(dO * O) + sum(d_final_state * final_state)."""
     cotangents = {"O": values["dO"]}
     if "d_final_state" in values:
@@ -157,5 +156,3 @@ def summary_backward(xp: Any, values: Mapping[str, Any], options: Mapping[str, A
     gradient = backward(xp, filled, options, ["d_initial_state"])["d_initial_state"]
     transition = summary(xp, values, options)["transition"]
     return {"d_initial_state": gradient, "transition": xp.swapaxes(transition, -1, -2)}
-
-

@@ -23,7 +23,7 @@ GRADIENTS = ("dQ", "dK", "dV", "dG", "dBeta", "dW", "d_initial_state", "d_a_log"
 def cast(values: Mapping[str, Any], dtype: Any) -> dict[str, Array]:
     """Floating arrays in one type; boundaries and indices as INT32."""
     arrays = {port: np.asarray(value) for port, value in values.items()}
-    return {port: a.astype(dtype if a.dtype.kind == "f" else np.int32) for port, a in arrays.items()}
+    return {port: a.astype(dtype if a.dtype.kind == "f" else np.int32, copy=False) for port, a in arrays.items()}
 
 
 class Call:
@@ -47,9 +47,7 @@ class Call:
     ) -> None:
         self.arrays = cast(values, dtype)
         io = data_type.DOUBLE if np.dtype(dtype) == np.float64 else data_type.FLOAT
-        self.graph = opgraph.pygraph(
-            io_data_type=io, compute_data_type=compute or data_type.FLOAT, **(graph or {})
-        )
+        self.graph = opgraph.pygraph(io_data_type=io, compute_data_type=compute or data_type.FLOAT, **(graph or {}))
         self.inputs = {
             port: self.graph.tensor(
                 a.shape, [s // a.itemsize for s in a.strides] if a.size else None, a.dtype, name=port
@@ -75,7 +73,10 @@ class Call:
         """The variant pack; `replaced` are inputs by port."""
         arrays = {**self.arrays, **replaced}
         found = {tensor: arrays[port] for port, tensor in self.inputs.items()}
-        return found | {self.outputs[port]: getattr(b, "view", b) for port, b in buffers.items()}
+        return found | {
+            self.outputs[port]: buffer.view if isinstance(buffer, Guarded) else buffer
+            for port, buffer in buffers.items()
+        }
 
     def results(self, **replaced: Any) -> dict[str, Array]:
         """The outputs by port."""
@@ -93,7 +94,9 @@ def call(op: str, values: Mapping[str, Any], **options: Any) -> dict[str, Array]
     return Call(op, values, **options).results()
 
 
-def problem(variant: str, lengths: Any, heads: tuple[int, int] = (2, 2), k: int = 8, v: int = 6, seed: int = 0, **how: Any):
+def problem(
+    variant: str, lengths: Any, heads: tuple[int, int] = (2, 2), k: int = 8, v: int = 6, seed: int = 0, **how: Any
+):
     """Random operands with an initial state; see `conformance.linear_attention.operands`."""
     rng = np.random.default_rng([seed, len(variant), *variant.encode()])
     values = operands(variant, rng, lengths, heads, k, v, **how)

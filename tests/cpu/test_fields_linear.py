@@ -38,7 +38,7 @@ def one_head(variant: str, q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any
         values["w"] = np.repeat(beta[..., None], width, -1)
     if state is not None:
         # Given K by V, as the cases write it; stored V by K.
-        values["initial_state"] = np.swapaxes(np.asarray(state, np.float64), -1, -2)[:, None]
+        values["initial_state"] = np.swapaxes(np.asarray(state, np.float64), -1, -2)[:, None].copy()
     return values
 
 
@@ -101,7 +101,7 @@ class TestF34StateOrientation:
             port: graph.tensor(x.shape, data_type=data_type.INT32 if port == "cu_seqlens" else None)
             for port, x in values.items()
         }
-        graph.__getattribute__(variant)(**tensors, initial_state=graph.tensor((1, 1, 3, 2), name="state"))
+        getattr(graph, variant)(**tensors, initial_state=graph.tensor((1, 1, 3, 2), name="state"))
         refused(graph.validate, "'state'", "(1, 1, 2, 3)", "(1, 1, 3, 2)", error=ValueError)
 
 

@@ -286,7 +286,11 @@ def test_dims_set_on_an_output(variant):
 def test_nodes_of_other_makers(variant):
     """The rules hold for nodes that did not come from the operators' methods."""
     for suffix, outputs, words in (
-        ("_bwd", ("dQ", "dK", "dV", "dG", "dBeta", "dW", "d_initial_state"), ["d_initial_state", "initial_state is given"]),
+        (
+            "_bwd",
+            ("dQ", "dK", "dV", "dG", "dBeta", "dW", "d_initial_state"),
+            ["d_initial_state", "initial_state is given"],
+        ),
         ("_bwd", ("dQ", "dK", "dV", "dG", "dBeta", "dW", "d_a_log"), ["d_a_log", "a_log is given"]),
         ("", ("O", "final_state"), ["final_state", "output_final_state"]),
         ("", ("final_state",), ["O exists always"]),
@@ -407,7 +411,7 @@ def test_pool(variant, precision, dtype, in_place):
 
 def test_swapped_slots_agree(variant):
     one = pooled(variant, [5, 2, 0, 3])
-    other = {**one, "initial_state": one["initial_state"][::-1], "state_indices": np.array([1, 4, 6, 3])}
+    other = {**one, "initial_state": one["initial_state"][::-1].copy(), "state_indices": np.array([1, 4, 6, 3])}
     first, second = (call(variant, values) for values in (one, other))
     same_bits(first["O"], second["O"])
     same_bits(first["final_state"][[5, 2, 0, 3]], second["final_state"][[1, 4, 6, 3]])
@@ -503,7 +507,6 @@ def test_strided_operands(variant, layout, precision, dtype):
             p: np.ascontiguousarray(values[p].astype(dtype).transpose(axes)).transpose(back) for p in ("q", "k", "v")
         }
     made = Call(variant, {**values, **views}, precision=precision, dtype=dtype, output_final_state=True)
-    made.arrays.update(views)  # the very views, not copies
     strides = {port: tensor.get_stride() for port, tensor in made.inputs.items() if port in views}
     assert all(list(strides[p]) == [s // views[p].itemsize for s in views[p].strides] for p in views)
     found = made.results()
@@ -590,9 +593,7 @@ def test_long_names(variant):
     values = problem(variant, [3, 4])
     values["beta"] = np.random.default_rng(1).standard_normal(values["beta"].shape)
     short = call(variant, values, use_qk_l2norm=True, use_beta_sigmoid=True)
-    found = call(
-        long, values, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, output_final_state=True
-    )
+    found = call(long, values, use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True, output_final_state=True)
     for port, array in short.items():
         same_bits(found[port], array)
     with pytest.raises(TypeError, match="use_qk_l2norm_in_kernel"):

@@ -243,13 +243,14 @@ def _exp(exponents: Array, dtype: np.dtype[Any]) -> Array:
 
 def _halves(array: Array, half: int) -> tuple[Array, Array]:
     """Upper and lower halves of blocks of 2 * half rows, [.., blocks, half, D], as views."""
-    blocks = array.reshape(*array.shape[:-2], -1, 2, half, array.shape[-1])
+    blocks = array.reshape(*array.shape[:-2], array.shape[-2] // (2 * half), 2, half, array.shape[-1])
     return blocks[..., 0, :, :], blocks[..., 1, :, :]
 
 
 def _rows_of_blocks(array: Array) -> Array:
     """[.., blocks of 4 rows, 4, D], as a view."""
-    return array.reshape(*array.shape[:-2], -1, _PAIR_ROWS, array.shape[-1])
+    blocks = array.shape[-2] // _PAIR_ROWS
+    return array.reshape(*array.shape[:-2], blocks, _PAIR_ROWS, array.shape[-1])
 
 
 def _blocks_below(square: Array, half: int) -> Array:

@@ -196,11 +196,11 @@ def _check_shapes(node: Any, variant: Variant, role: str) -> _Extents:
         _check_dim(node, "q", "[T, HQ, K]", (tokens, inputs["q"].dim[1], extents.channels))
     if "v" in inputs:
         _check_dim(node, "v", "[T, HV, V]", (tokens, inputs["v"].dim[1], extents.width))
-    if "dO" in inputs:
-        _check_dim(node, "dO", "[T, HO, V]", (tokens, heads, extents.width))
     for port, channels in (("g", variant.channel_gate), ("beta", variant.channel_beta)):
         what = "[T, HO, K]" if channels else "[T, HO]"
         _check_dim(node, port, what, (tokens, heads, extents.channels) if channels else (tokens, heads))
+    if "dO" in inputs:
+        _check_dim(node, "dO", "[T, HO, V]", (tokens, heads, extents.width))
     if variant.channel_beta and "w" in inputs:
         _check_dim(node, "w", "[T, HO, V]", (tokens, heads, extents.width))
     return extents

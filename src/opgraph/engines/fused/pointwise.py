@@ -288,49 +288,70 @@ def _expression(node: NodeSpec, inputs: Sequence[str]) -> str:
     )
 
 
-def generate(spec: GraphSpec, *, vectorise: bool, block: int = 256) -> Kernel:
-    """The kernel of a graph whose nodes all have a formula (or are gen_index) and whose outputs have one shape.
+class _Walk:
+    """How the kernel walks memory: merged extents, one stride list per tensor or coordinate, elements per access."""
 
-    `vectorise=False` gives the form that needs no alignment beyond the element's.
-    """
-    shape = shape_of(spec)
-    rank = len(shape)
-    index = {t.uid: i for i, t in enumerate(spec.operands)}
-    outputs = [t for t in spec.operands if t.is_output]
-    inputs = [t for t in spec.operands if not t.is_output and not t.is_pass_by_value]
-    coordinates = [n for n in spec.nodes if n.op == "gen_index"]
+    __slots__ = ("coordinates", "extents", "inputs", "integer", "outputs", "strides", "vector")
 
-    walks_in: list[tuple[int, ...]] = [_broadcast_strides(t, rank) for t in (*outputs, *inputs)]
-    for node in coordinates:
-        # A coordinate is a tensor whose "offset" is its value.
-        axis = node.params["axis"] + rank - len(spec.tensors[node.outputs["OUT_0"]].dim)
-        walks_in.append(tuple(int(i == axis) for i in range(rank)))
-    extents, walks = _merge(shape, walks_in)
-    inner = len(extents) - 1
+    def __init__(self, spec: GraphSpec, vectorise: bool) -> None:
+        rank = len(shape_of(spec))
+        self.outputs = [t for t in spec.operands if t.is_output]
+        self.inputs = [t for t in spec.operands if not t.is_output and not t.is_pass_by_value]
+        self.coordinates = [n for n in spec.nodes if n.op == "gen_index"]
+        strides = [_broadcast_strides(t, rank) for t in self.tensors]
+        for node in self.coordinates:
+            # A coordinate is a tensor whose "offset" is its value.
+            axis = node.params["axis"] + rank - len(spec.tensors[node.outputs["OUT_0"]].dim)
+            strides.append(tuple(int(i == axis) for i in range(rank)))
+        self.extents, self.strides = _merge(shape_of(spec), strides)
+        self.vector = self._vector() if vectorise else 1
+        reach = [sum((e - 1) * s for e, s in zip(self.extents, walk, strict=True)) for walk in self.strides]
+        self.integer = "long long" if max([self.total, *reach]) >= 2**31 else "int"
 
-    smallest = min(STORAGE[t.data_type][1] for t in (*outputs, *inputs))
-    vector = 1
-    if vectorise and all(walk[inner] in (0, 1) for walk in walks):
-        vector = min(8, 16 // smallest)
-        while vector > 1 and (
-            extents[inner] % vector
-            or any(s % vector for walk in walks[: len(outputs) + len(inputs)] if walk[inner] for s in walk[:inner])
-        ):
+    @property
+    def tensors(self) -> list[TensorSpec]:
+        """Outputs, then inputs: the order of the kernel's pointers."""
+        return [*self.outputs, *self.inputs]
+
+    @property
+    def inner(self) -> int:
+        """The fastest merged axis."""
+        return len(self.extents) - 1
+
+    @property
+    def total(self) -> int:
+        total = 1
+        for extent in self.extents:
+            total *= extent
+        return total
+
+    def wide(self, i: int) -> bool:
+        """Whether pointer `i` is accessed `vector` elements at a time."""
+        return self.vector > 1 and self.strides[i][self.inner] == 1
+
+    def _vector(self) -> int:
+        memory = self.strides[: len(self.tensors)]
+        if any(walk[self.inner] not in (0, 1) for walk in self.strides):
+            return 1
+        vector = min(8, 16 // min(STORAGE[t.data_type][1] for t in self.tensors))
+        outer = [step for walk in memory if walk[self.inner] for step in walk[: self.inner]]
+        while vector > 1 and (self.extents[self.inner] % vector or any(step % vector for step in outer)):
             vector //= 2
+        return vector
 
-    lines: list[str] = []
-    parameters: list[tuple[Any, ...]] = []
-    signature: list[str] = []
-    element: dict[int, str] = {}
-    aligned: list[tuple[int, int]] = []
+    def offset(self, i: int) -> str:
+        """The element offset of walk `i` at this thread's coordinates."""
+        terms = [f"c{a}" if s == 1 else f"c{a} * ({self.integer}){s}" for a, s in enumerate(self.strides[i]) if s]
+        return " + ".join(terms) or "0"
 
-    for i, tensor in enumerate((*outputs, *inputs)):
-        ctype, size = STORAGE[tensor.data_type]
-        const = "" if tensor.is_output else "const "
-        signature.append(f"{const}{ctype}* p{i}")
+
+def _arguments(spec: GraphSpec, walk: _Walk, element: dict[int, str]) -> tuple[list[str], list[tuple[Any, ...]]]:
+    """The kernel's signature and the parameters of a launch; names the scalars in `element`."""
+    index = {t.uid: i for i, t in enumerate(spec.operands)}
+    signature, parameters = [], []
+    for i, tensor in enumerate(walk.tensors):
+        signature.append(f"{'' if tensor.is_output else 'const '}{STORAGE[tensor.data_type][0]}* p{i}")
         parameters.append(("address", index[tensor.uid], 0))
-        if walks[i][inner] == 1 and vector > 1:
-            aligned.append((index[tensor.uid], min(16, size * vector)))
     scalars = [t for t in spec.tensors.values() if t.is_pass_by_value]
     for k, tensor in enumerate(scalars):
         ctype, size = STORAGE[tensor.data_type]
@@ -341,75 +362,96 @@ def generate(spec: GraphSpec, *, vectorise: bool, block: int = 256) -> Kernel:
             data = scalar_bytes(tensor.pass_by_value, tensor.data_type, tensor.name)
             parameters.append(("bytes", data, size))
         element[tensor.uid] = f"s{k}"
+    return signature, parameters
 
-    total = 1
-    for extent in extents:
-        total *= extent
-    groups = total // vector
-    wide = max([total, *(sum((e - 1) * s for e, s in zip(extents, walk, strict=True)) for walk in walks)]) >= 2**31
-    integer = "long long" if wide else "int"
 
-    lines.append(f"  const {integer} group = blockIdx.x * ({integer}){block} + threadIdx.x;")
-    lines.append(f"  if (group >= {groups}) return;")
-    lines.append(f"  {integer} rest = group;")
-    for axis in range(inner, -1, -1):
-        extent = extents[axis] // vector if axis == inner else extents[axis]
-        scale = f" * {vector}" if axis == inner and vector > 1 else ""
-        if axis:
-            lines.append(f"  const {integer} c{axis} = rest % {extent}{scale}; rest /= {extent};")
-        else:
-            lines.append(f"  const {integer} c0 = rest{scale};")
-
-    def offset(walk: Sequence[int]) -> str:
-        terms = [f"c{a}" if s == 1 else f"c{a} * ({integer}){s}" for a, s in enumerate(walk) if s]
-        return " + ".join(terms) or "0"
-
-    for i, tensor in enumerate((*outputs, *inputs)):
-        ctype, _ = STORAGE[tensor.data_type]
-        lines.append(f"  const {integer} o{i} = {offset(walks[i])};")
+def _positions(walk: _Walk, block: int) -> list[str]:
+    """This thread's coordinates, the offsets they give, and the loads."""
+    integer, groups = walk.integer, walk.total // walk.vector
+    lines = [
+        f"  const {integer} group = blockIdx.x * ({integer}){block} + threadIdx.x;",
+        f"  if (group >= {groups}) return;",
+        f"  {integer} rest = group;",
+    ]
+    for axis in range(walk.inner, -1, -1):
+        inner = axis == walk.inner
+        extent = walk.extents[axis] // (walk.vector if inner else 1)
+        scale = f" * {walk.vector}" if inner and walk.vector > 1 else ""
+        split = f"rest % {extent}{scale}; rest /= {extent};" if axis else f"rest{scale};"
+        lines.append(f"  const {integer} c{axis} = {split}")
+    for i, tensor in enumerate(walk.tensors):
+        ctype = STORAGE[tensor.data_type][0]
+        lines.append(f"  const {integer} o{i} = {walk.offset(i)};")
         if tensor.is_output:
-            lines.append(f"  pack<{ctype}, {vector}> w{i};")
-        elif walks[i][inner] == 1 and vector > 1:
-            lines.append(f"  const auto v{i} = *reinterpret_cast<const pack<{ctype}, {vector}>*>(p{i} + o{i});")
-            element[tensor.uid] = f"v{i}.v[lane]"
+            lines.append(f"  pack<{ctype}, {walk.vector}> w{i};")
+        elif walk.wide(i):
+            lines.append(f"  const auto v{i} = *reinterpret_cast<const pack<{ctype}, {walk.vector}>*>(p{i} + o{i});")
         else:
             lines.append(f"  const {ctype} v{i} = p{i}[o{i}];")
-            element[tensor.uid] = f"v{i}"
-    for j, _node in enumerate(coordinates):
-        lines.append(f"  const {integer} g{j} = {offset(walks[len(outputs) + len(inputs) + j])};")
+    for j in range(len(walk.coordinates)):
+        lines.append(f"  const {integer} g{j} = {walk.offset(len(walk.tensors) + j)};")
+    return lines
 
-    lines.append(f"  #pragma unroll\n  for (int lane = 0; lane < {vector}; lane++) {{")
-    place = {t.uid: i for i, t in enumerate(outputs)}
+
+def _formulas(spec: GraphSpec, walk: _Walk, element: dict[int, str]) -> list[str]:
+    """The nodes in order, inside the loop over the elements of one access."""
+    lines = [f"  #pragma unroll\n  for (int lane = 0; lane < {walk.vector}; lane++) {{"]
+    place = {t.uid: i for i, t in enumerate(walk.outputs)}
     for k, node in enumerate(spec.nodes):
         out = spec.tensors[node.outputs["OUT_0"]]
-        ctype, _ = STORAGE[out.data_type]
+        ctype = STORAGE[out.data_type][0]
         c = arithmetic(node.compute_data_type)
         if node.op == "identity":  # a conversion: straight from the source's type, whatever the node computes in
             c = arithmetic(spec.tensors[node.inputs["IN_0"]].data_type)
         lines.append(f"    {ctype} t{k};\n    {{ using C = {c}; using real = real_of<C>::type;")
         if node.op == "gen_index":
-            j = coordinates.index(node)
-            walk = walks[len(outputs) + len(inputs) + j]
-            lane = " + lane" if walk[inner] else ""
-            lines.append(f"      t{k} = store_as<{ctype}>::of(C(g{j}{lane})); }}")
+            j = walk.coordinates.index(node)
+            lane = " + lane" if walk.strides[len(walk.tensors) + j][walk.inner] else ""
+            value = f"C(g{j}{lane})"
         else:
-            names = []
-            for a, uid in enumerate(node.inputs.values()):
-                names.append(f"a{a}")
-                lines.append(f"      const C a{a} = load<C>({element[uid]});")
-            lines.append(f"      t{k} = store_as<{ctype}>::of({_expression(node, names)}); }}")
+            names = [f"a{a}" for a in range(len(node.inputs))]
+            lines += [
+                f"      const C {name} = load<C>({element[uid]});"
+                for name, uid in zip(names, node.inputs.values(), strict=True)
+            ]
+            value = _expression(node, names)
+        lines.append(f"      t{k} = store_as<{ctype}>::of({value}); }}")
         element[out.uid] = f"t{k}"
         if out.uid in place:
             lines.append(f"    w{place[out.uid]}.v[lane] = t{k};")
-    lines.append("  }")
-    for i, tensor in enumerate(outputs):
-        ctype, _ = STORAGE[tensor.data_type]
-        if vector > 1:
-            lines.append(f"  *reinterpret_cast<pack<{ctype}, {vector}>*>(p{i} + o{i}) = w{i};")
+    return [*lines, "  }"]
+
+
+def _stores(walk: _Walk) -> list[str]:
+    lines = []
+    for i, tensor in enumerate(walk.outputs):
+        ctype = STORAGE[tensor.data_type][0]
+        if walk.vector > 1:
+            lines.append(f"  *reinterpret_cast<pack<{ctype}, {walk.vector}>*>(p{i} + o{i}) = w{i};")
         else:
             lines.append(f"  p{i}[o{i}] = w{i}.v[0];")
+    return lines
 
+
+def generate(spec: GraphSpec, *, vectorise: bool, block: int = 256) -> Kernel:
+    """The kernel of a graph whose nodes all have a formula (or are gen_index) and whose outputs have one shape.
+
+    `vectorise=False` gives the form that needs no alignment beyond the element's.
+    """
+    walk = _Walk(spec, vectorise)
+    element: dict[int, str] = {}  # uid -> what the tensor's element is called inside the loop
+    signature, parameters = _arguments(spec, walk, element)
+    for i, tensor in enumerate(walk.tensors):
+        if not tensor.is_output:
+            element[tensor.uid] = f"v{i}.v[lane]" if walk.wide(i) else f"v{i}"
     name = "fused_pointwise"
+    body = [*_positions(walk, block), *_formulas(spec, walk, element), *_stores(walk)]
     head = f'extern "C" __global__ void __launch_bounds__({block}) {name}({", ".join(signature)}) {{'
-    source = "\n".join((_PRELUDE, head, *lines, "}\n"))
-    return Kernel(source, name, parameters, -(-groups // block) if groups else 0, block, vector, aligned)
+    index = {t.uid: i for i, t in enumerate(spec.operands)}
+    aligned = [
+        (index[tensor.uid], min(16, STORAGE[tensor.data_type][1] * walk.vector))
+        for i, tensor in enumerate(walk.tensors)
+        if walk.wide(i)
+    ]
+    source = "\n".join((_PRELUDE, head, *body, "}\n"))
+    return Kernel(source, name, parameters, -(-(walk.total // walk.vector) // block), block, walk.vector, aligned)
