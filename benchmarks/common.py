@@ -128,6 +128,9 @@ def versions(*packages: str) -> dict[str, str]:
 
 def commit() -> str:
     """The revision of the checkout, `-dirty` where tracked files differ; empty outside a checkout."""
+    told = os.environ.get("OPGRAPH_COMMIT")  # for a copy of the tree without its history
+    if told:
+        return told
     revision = _git("rev-parse", "HEAD")
     changed = revision and _git("status", "--porcelain", "--untracked-files=no")
     return f"{revision}-dirty" if changed else revision

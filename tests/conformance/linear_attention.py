@@ -141,8 +141,8 @@ class LinearAttention:
                 port, dtype, neg_eigval=bool(options.get("allow_neg_eigval")), correlated=correlated
             )
         return Problem(
-            f"{self.op} {dtype.name}: {id}", inputs, self._declare(options, final, expect), self._truth(options, expect),
-            expect, io=dtype, needs_torch=needs_torch,
+            f"{self.op} {dtype.name}: {id}", inputs, self._declare(options, final, expect),
+            self._truth(options, expect), expect, io=dtype, needs_torch=needs_torch,
         )  # fmt: skip
 
     def _apply(self, options: Mapping[str, Any], values: dict[str, Array], rng: Rng) -> None:
@@ -271,7 +271,10 @@ class LinearAttention:
 
 
 # In which the methods return their outputs.
-_ORDER = ("O", "dQ", "dK", "dV", "dG", "dBeta", "dW", "final_state", "d_initial_state", "state_checkpoints", "d_a_log", "d_dt_bias", "transition")  # fmt: skip
+_ORDER = (
+    "O", "dQ", "dK", "dV", "dG", "dBeta", "dW", "final_state", "d_initial_state", "state_checkpoints", "d_a_log",
+    "d_dt_bias", "transition",
+)  # fmt: skip
 
 
 def _slice_of_packed(dim: Sequence[int]) -> tuple[int, ...]:

@@ -48,8 +48,8 @@ LINEAR_ATTENTION = {
     "d_a_log": 4e-2,  # sums over tokens of what dG is made of, in which most of it cancels
     "d_dt_bias": 4e-2,
 }
-# What these bounds are multiplied with for other types of q, k and v: the ratio of the types' precisions, with some room
-# for FLOAT, whose sums are as exact as its operands.
+# Factor of these bounds for other types of q, k and v: the ratio of the types' precisions, with some room for FLOAT,
+# whose sums are as exact as its operands.
 LINEAR_ATTENTION_TYPES = {data_type.BFLOAT16: 1.0, data_type.HALF: 1 / 4, data_type.FLOAT: 1 / 400}
 LINEAR_ATTENTION_NEG_EIGVAL = 1.5  # factor where beta is in (0, 2)
 LINEAR_ATTENTION_CORRELATED_KEYS = 3e-2  # instead, for keys that are nearly alike

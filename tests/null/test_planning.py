@@ -371,6 +371,95 @@ def test_create_execution_plan_appends_and_freezes():
         h.create_execution_plan(20000, {og.knob_type.STAGES: 2})
 
 
+def test_an_engine_id_and_a_knob_that_contradict_each_other():
+    g, _ = add_graph()
+    with pytest.raises(ValueError, match="20000 stands for precision=native"):
+        g.create_execution_plan(20000, {"precision": "float64"})
+    g.create_execution_plan(20001, {"precision": "float64"})  # says it twice
+    assert g.get_engine_and_knobs_at_index(0) == (20001, {})
+
+
+def test_engine_count_and_knobs_need_a_validated_graph(engine):
+    engine()
+    g, _ = add_graph()
+    for call in (g.get_engine_count, lambda: g.get_knobs_for_engine(20000)):
+        with pytest.raises(AttributeError, match="build_operation_graph"):
+            call()
+    g.build_operation_graph()
+    listed = g.get_engine_count()
+    g.build()
+    assert g.get_engine_count() == listed == len({p.engine_id for p in g.plans})
+    (knob,) = g.get_knobs_for_engine(20001)
+    assert (knob.name, knob.type) == ("precision", None) and "float64" in knob.description
+    carves, workspace = g.get_knobs_for_engine(20100)
+    assert (carves.name, workspace.type) == ("carves", og.knob_type.WORKSPACE)
+    with pytest.raises(ValueError, match="unknown engine id 7; known ids"):
+        g.get_knobs_for_engine(7)
+    pinned, _ = add_graph()
+    pinned.build(engine="null")
+    assert pinned.get_engine_count() == listed  # what could run it, not what was asked
+
+
+# ---- saved plans
+
+
+def test_a_saved_plan_is_built_by_its_engine_and_knobs_only(engine):
+    one = engine()
+    g, _ = add_graph()
+    g.create_execution_plans()
+    g.build_plan_at_index(1)
+    data = g.serialize()
+    h = og.pygraph()
+    h.deserialize(data)
+    assert [(p.name, p.engine_id, p.knobs) for p in h.plans] == [
+        (g.plans[1].name, g.plans[1].engine_id, g.plans[1].knobs)
+    ]
+
+    def refused(*words):
+        h = og.pygraph()
+        with pytest.raises(og.cudnnGraphNotSupportedError) as caught:
+            h.deserialize(data)
+        assert all(word in str(caught.value) for word in words), caught.value
+        assert not h.nodes and not h.plans
+
+    registry.unregister(one.name)
+    try:
+        refused(one.name, "not installed")
+    finally:
+        registry.register(one)
+
+
+def test_a_saved_plan_on_other_devices():
+    g, _ = add_graph()
+    g.build(device="cpu")
+    fake = og.Handle(device=DeviceInfo.fake("cuda"))
+    with pytest.raises(og.cudnnGraphNotSupportedError, match="cpu: device: it runs on host memory"):
+        og.pygraph(handle=fake).deserialize(g.serialize())
+    h, _ = add_graph(handle=fake)
+    h.build(engine="null", knobs={"workspace": 512, "carves": [(og.data_type.HALF, (3,))]})
+    twin = og.pygraph()
+    twin.deserialize(h.serialize())  # for the CUDA device, which is not there: null does not mind
+    assert twin.get_workspace_size() == 512
+    assert "on cuda:0" in twin.explain()
+    described = og.create_device_properties(og.resources.DeviceProperties(fake.device).serialize())
+    assert described.device == fake.device
+    twin = og.pygraph(device_property=described)
+    twin.deserialize(h.serialize())
+    assert twin._planned("").target.device.is_fake
+
+
+def test_enforce_precompiled(engine):
+    one = engine()
+    g, _ = add_graph()
+    g.build(device="cpu", engine="cpu")
+    og.pygraph().deserialize(None, g.serialize(), enforce_precompiled=True)
+    h, _ = add_graph()
+    h.build(engine=one.name)
+    one.notes = (og.behavior_note.RUNTIME_COMPILATION,)
+    with pytest.raises(og.cudnnGraphNotSupportedError, match="enforce_precompiled"):
+        og.pygraph().deserialize(data=h.serialize(), enforce_precompiled=True)
+
+
 # ---- filters
 
 

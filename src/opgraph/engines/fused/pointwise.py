@@ -348,7 +348,8 @@ class _Walk:
 def _arguments(spec: GraphSpec, walk: _Walk, element: dict[int, str]) -> tuple[list[str], list[tuple[Any, ...]]]:
     """The kernel's signature and the parameters of a launch; names the scalars in `element`."""
     index = {t.uid: i for i, t in enumerate(spec.operands)}
-    signature, parameters = [], []
+    signature: list[str] = []
+    parameters: list[tuple[Any, ...]] = []
     for i, tensor in enumerate(walk.tensors):
         signature.append(f"{'' if tensor.is_output else 'const '}{STORAGE[tensor.data_type][0]}* p{i}")
         parameters.append(("address", index[tensor.uid], 0))
