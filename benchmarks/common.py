@@ -20,7 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
-WINDOW_S = 0.3e-3  # short, so that some windows are free of other work on the machine
+WINDOW_S = 0.15e-3  # short, so that some windows are free of other work on the machine
 
 Sample = Callable[[], float]  # one measurement of one side
 

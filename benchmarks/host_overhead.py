@@ -355,7 +355,7 @@ def measure_declaring(rounds: int) -> list[dict[str, Any]]:
         "tensor": tensors,
         "plain": Loop("Plain('', dim, stride, kind)", Plain=PlainTensor, dim=dim, stride=stride, kind=kind),
     }
-    samples = interleave(sides, 8 * rounds)
+    samples = interleave(sides, 20 * rounds)
     extra = min(samples["tensor"]) - min(samples["plain"])
     seconds = [big() * 1e-9 for _ in range(rounds)]
     return [
@@ -376,7 +376,7 @@ def measure_declaring(rounds: int) -> list[dict[str, Any]]:
             "1 us",
             1.0,
             "graph.tensor(dim, stride, data_type, name=) less a plain slotted object with 19 fields; minima "
-            f"of {8 * rounds} interleaved rounds",
+            f"of {20 * rounds} interleaved rounds",
         ),
     ]
 
@@ -385,13 +385,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions, commit and rows")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bound is missed")
-    parser.add_argument("--rounds", type=int, default=400, help=f"of the calls; at least {MIN_ROUNDS}")
+    parser.add_argument("--rounds", type=int, default=1000, help=f"of the calls; at least {MIN_ROUNDS}")
     options = parser.parse_args()
     if options.rounds < MIN_ROUNDS:
         parser.error(f"--rounds: at least {MIN_ROUNDS}")
     few = min(options.rounds, 25)
     rows, ladder = measure_calls(options.rounds)
-    rows += measure_slopes(options.rounds)
+    rows += measure_slopes(2 * options.rounds)  # a difference of minima needs better ones
     rows += measure_jax(options.rounds)
     rows += measure_slots(options.rounds)
     rows += measure_declaring(few)

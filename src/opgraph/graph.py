@@ -21,6 +21,7 @@ from opgraph.ir.tensor import Tensor
 from opgraph.ops import OPS
 from opgraph.ops.activation import ActivationOps
 from opgraph.ops.attention import AttentionOps
+from opgraph.ops.attention_backward import AttentionBackwardOps
 from opgraph.ops.attention_fp8 import AttentionFp8Ops
 from opgraph.ops.base import apply_out_dims
 from opgraph.ops.batchnorm import BatchNormOps
@@ -79,6 +80,7 @@ class pygraph(
     ShapeOps,
     NormOps,
     AttentionOps,
+    AttentionBackwardOps,
     LinearAttentionNames,
     LinearAttentionSummaryOps,
     RopeOps,

@@ -10,6 +10,7 @@ from typing import Any
 
 from conformance import (
     attention,
+    attention_backward,
     attention_fp8,
     block_scale,
     channels,
@@ -35,6 +36,7 @@ _FAMILIES = (
     shape,
     norm,
     attention,
+    attention_backward,
     linear_attention,
     channels,
     convolution,

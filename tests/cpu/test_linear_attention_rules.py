@@ -1,4 +1,4 @@
-"""Gated linear attention: which nodes are refused and how, contents of boundaries, pools, buffers, names."""
+"""Gated linear attention: which nodes are refused, in what words, and what boundaries may hold."""
 
 from __future__ import annotations
 

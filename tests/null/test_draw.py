@@ -92,6 +92,6 @@ def test_graphs_of_every_state() -> None:
 
 def test_a_large_graph_takes_moments() -> None:
     graph = network(100)
-    start = time.perf_counter()
+    start = time.process_time()
     graph.draw()
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10  # 1 s on an idle machine

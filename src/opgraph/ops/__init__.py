@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import (
     activation,
     attention,
+    attention_backward,
     attention_fp8,
     batchnorm,
     block_scale,
@@ -33,6 +34,7 @@ FAMILIES = (
     shape,
     norm,
     attention,
+    attention_backward,
     linear_attention,
     linear_attention_summary,
     rope,

@@ -9,7 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..ir.enums import NodeType, attention_implementation, data_type, diagonal_alignment
-from ..ir.errors import tensor_label
+from .attention_rules import (
+    alibi_slopes,
+    band_of,
+    check_band,
+    check_extras,
+    check_flags,
+    check_lengths,
+    check_shapes,
+    dropout_ports,
+    mask_params,
+    number_or_tensor,
+    refuse,
+)
 from .base import (
     Array,
     GraphOps,
@@ -18,7 +30,6 @@ from .base import (
     check_set_dim,
     graph_op,
     malformed,
-    number,
     row_major,
     set_data_type,
     set_dim,
@@ -31,7 +42,7 @@ if TYPE_CHECKING:
 
     from ..ir.tensor import Tensor
 
-__all__ = ["OPS", "AttentionOps", "alibi_slopes", "band_of"]
+__all__ = ["OPS", "AttentionOps", "alibi_slopes", "band_of", "record_callbacks"]
 
 
 class AttentionOps(GraphOps):
@@ -115,25 +126,44 @@ class AttentionOps(GraphOps):
             sliding_window_length: deprecated; the left bound.
             use_padding_mask, seq_len_q, seq_len_kv: the lengths of each batch entry, INT32 [B, 1, 1, 1] or
                 [B], at most Sq and Skv.
+            cu_seq_len_q, cu_seq_len_kv: the same added up from 0, INT32 or INT64 [B + 1, 1, 1, 1] or [B + 1];
+                each side takes one of the two forms.
             use_alibi_mask: ALiBi, see `alibi_slopes`; needs right bound 0.
+            dropout: (probability, seed, offset), where seed and offset are INT64 tensors of one element, or
+                ints that become constants of the plan; or (mask, scale), where the mask broadcasts to S. Then
+                O = (P * keep / (1 - probability)) v or (P * mask * scale) v; the statistics are those of P.
+                `philox.keep_mask` defines keep: it depends on seed, offset and place alone.
+            rng_dump: tensor [B, Hq, Sq, Skv] of this graph that receives keep, as 1 and 0.
+            block_mask: UINT8 [B, Hq, ceil(Sq / 128), ceil(ceil(Skv / 128) / 8)]; bit j % 8 of byte j // 8,
+                the lowest first, keeps tile j of 128 x 128 scores.
+            paged_attention_k_table, paged_attention_v_table: INT32 [B, 1, ceil(Skv / size), 1]; k (or v) is
+                then a container of pages [pages, H, size, D], and key s of batch entry b is row s % size of
+                page table[b, s // size]. Needs the padding mask; entries beyond a length do not matter.
+            paged_attention_max_seq_len_kv: Skv under paging; without it, all the rows of a table's pages.
+            score_mod: callable (graph, score) -> tensor, called once, now. It applies pointwise operators of
+                the graph that it is given to score [B, Hq, Sq, Skv], which is attn_scale * q k^T, in FLOAT
+                unless a data type is set; the result stands for it above. Tensors of this graph that it uses
+                are operands. Excludes bands and ALiBi; lengths apply with or without the padding mask.
             sink_token: FLOAT [1, Hq, 1, 1], one more logit per head, without a value.
             score_max, score_sum_exp: FLOAT tensors [B, Hq, Sq, 1] of this graph that receive M and L.
             stats_use_log2: Stats times log2(e).
             max_total_seq_len_q, max_total_seq_len_kv: rows that a ragged buffer holds in all.
             implementation, unfuse_fma: hints to engines, without effect on the definition.
 
-        The other options are part of the signature but not served yet: cu_seq_len_q and cu_seq_len_kv,
-        dropout, rng_dump, block_mask, the paged_attention arguments, score_mod, kv_mask, softmax_precision
-        and attn_scale_prefolded raise `cudnnGraphNotSupportedError` at `validate()`.
+        kv_mask, softmax_precision and attn_scale_prefolded are part of the signature but not served: they
+        raise `cudnnGraphNotSupportedError` at `validate()`.
 
         Raises at `validate()`: `ValueError` for ranks other than 4, extents that do not fit, bounds out of
         range, contradicting mask arguments, lengths without padding mask or the reverse.
         `cudnnGraphNotSupportedError` for heads that do not divide, a last stride other than 1, a BOOLEAN
-        bias, Stats that are not FLOAT, ALiBi without right bound 0, BOTTOM_RIGHT with a bias, ALiBi or
-        (without padding) Sq > Skv, and a left bound with Sq > Skv (without padding). At execution,
-        `ValueError` for a length outside its range.
+        bias, Stats that are not FLOAT, ALiBi without right bound 0, BOTTOM_RIGHT with a bias, ALiBi,
+        dropout or (without padding) Sq > Skv, a left bound with Sq > Skv (without padding), and paging
+        without padding mask or with a ragged q, k or v (a ragged page table goes with a ragged q). At
+        execution, `ValueError` for a length or page outside its range.
         """
-        scale, scale_tensor = _number_or_tensor(attn_scale)
+        scale, scale_tensor = number_or_tensor(attn_scale)
+        probability, dropout_inputs = dropout_ports(self, "sdpa", dropout)
+        recorded, captured = record_callbacks(self, "sdpa", score_mod)
         inputs = {
             "q": q,
             "k": k,
@@ -149,30 +179,37 @@ class AttentionOps(GraphOps):
             "paged_attention_v_table": paged_attention_v_table,
             "sink_token": sink_token,
             "kv_mask": kv_mask,
+            **dropout_inputs,
+            **captured,
         }
-        probability, dropout_inputs = _dropout(dropout)
+        most = paged_attention_max_seq_len_kv
         params = {
             "attn_scale": scale,
             "generate_stats": generate_stats,
             "is_inference": is_inference,
-            "use_causal_mask": bool(use_causal_mask),
-            "use_causal_mask_bottom_right": bool(use_causal_mask_bottom_right),
-            "sliding_window_length": _int_or_none(sliding_window_length),
-            "diagonal_alignment": _alignment(diagonal_alignment),
-            "diagonal_band_left_bound": _int_or_none(diagonal_band_left_bound),
-            "diagonal_band_right_bound": _int_or_none(diagonal_band_right_bound),
-            "use_padding_mask": bool(use_padding_mask),
-            "use_alibi_mask": bool(use_alibi_mask),
             "dropout_probability": probability,
-            "paged_attention_max_seq_len_kv": _int_or_none(paged_attention_max_seq_len_kv),
-            "max_total_seq_len_q": _int_or_none(max_total_seq_len_q),
-            "max_total_seq_len_kv": _int_or_none(max_total_seq_len_kv),
-            "score_mod": score_mod,
-            "implementation": implementation,
-            "unfuse_fma": bool(unfuse_fma),
-            "stats_use_log2": bool(stats_use_log2),
+            "paged_attention_max_seq_len_kv": None if most is None else index(most),
+            "score_mod": recorded,
             "softmax_precision": softmax_precision,
             "attn_scale_prefolded": attn_scale_prefolded,
+            **mask_params(
+                "sdpa",
+                {
+                    "diagonal_alignment": diagonal_alignment,
+                    "diagonal_band_left_bound": diagonal_band_left_bound,
+                    "diagonal_band_right_bound": diagonal_band_right_bound,
+                    "sliding_window_length": sliding_window_length,
+                    "use_causal_mask": use_causal_mask,
+                    "use_causal_mask_bottom_right": use_causal_mask_bottom_right,
+                    "use_padding_mask": use_padding_mask,
+                    "use_alibi_mask": use_alibi_mask,
+                    "max_total_seq_len_q": max_total_seq_len_q,
+                    "max_total_seq_len_kv": max_total_seq_len_kv,
+                    "stats_use_log2": stats_use_log2,
+                    "unfuse_fma": unfuse_fma,
+                    "implementation": implementation,
+                },
+            ),
         }
         outputs: dict[str, Tensor | None] = {"O": None}
         if generate_stats or (generate_stats is None and is_inference is False):
@@ -181,7 +218,7 @@ class AttentionOps(GraphOps):
         outputs.update({port: tensor for port, tensor in declared.items() if tensor is not None})
         made = self._add_node(
             "sdpa",
-            inputs={**inputs, **dropout_inputs},
+            inputs=inputs,
             outputs=outputs,
             params=params,
             name=name,
@@ -194,44 +231,44 @@ class AttentionOps(GraphOps):
     scaled_dot_product_flash_attention = sdpa
 
 
-# -- inference -----------------------------------------------------------------------------------------------
+def record_callbacks(graph: Any, op: str, *callbacks: Any) -> Any:
+    """`score_mod.record`, imported when there is something to record."""
+    if not any(callbacks):
+        return None, {}
+    from .score_mod import record
 
-_FLOATS = (data_type.HALF, data_type.BFLOAT16, data_type.FLOAT, data_type.DOUBLE)
-_LENGTHS = (data_type.INT32, data_type.INT64)
-_NOT_SERVED = (
-    "cu_seq_len_q",
-    "cu_seq_len_kv",
-    "dropout_probability",
-    "dropout_mask",
-    "rng_dump",
-    "block_mask",
-    "paged_attention_k_table",
-    "paged_attention_v_table",
-    "paged_attention_max_seq_len_kv",
-    "score_mod",
-    "kv_mask",
-    "softmax_precision",
-    "attn_scale_prefolded",
-)
+    return record(graph, op, *callbacks)
+
+
+# -- inference -----------------------------------------------------------------------------------------------
 
 
 def _infer(node: Any) -> None:
-    batch, heads, rows, keys, width = _check_shapes(node)
-    _check_lengths(node, batch)
-    _check_flags(node)
-    _check_band(node, rows, keys)
-    _check_extras(node, batch, heads, rows, keys)
-    for name in _NOT_SERVED:
-        value = node.params.get(name)
-        if name in node.inputs or name in node.outputs or (value is not None and value is not False):
-            option = "dropout" if name.startswith("dropout") else name
-            unsupported(node, f"option {option} is not served yet", next_step=f"leave {option} out")
+    params, inputs = node.params, node.inputs
+    batch, heads, rows, keys, width = check_shapes(node)
+    check_lengths(node, batch)
+    if params["generate_stats"] is not None and params["generate_stats"] is params["is_inference"]:
+        malformed(
+            node,
+            "generate_stats and is_inference contradict each other",
+            given=f"both {params['generate_stats']}",
+            next_step="pass generate_stats alone",
+        )
+    paged = "paged_attention_k_table" in inputs or "paged_attention_v_table" in inputs
+    if params["paged_attention_max_seq_len_kv"] is not None and not paged:
+        unsupported(node, "paged_attention_max_seq_len_kv needs a page table")
+    check_flags(node)
+    check_band(node, rows, keys)
+    check_extras(node, (batch, heads, rows, keys))
+    if params["score_mod"] is not None:
+        params["score_mod"].check(node, (batch, heads, rows, keys))
+    refuse(node, "kv_mask", "softmax_precision", "attn_scale_prefolded")
     for port, out in node.outputs.items():
-        dim = (batch, heads, rows, width if port == "O" else 1)
+        dim = (batch, heads, rows, {"O": width, "rng_dump": keys}.get(port, 1))
         check_set_dim(node, out, dim)
         set_dim(out, dim)
         set_stride(out, row_major(out.dim))
-        if port == "O":
+        if port in ("O", "rng_dump"):
             continue
         set_data_type(out, data_type.FLOAT)
         if out.data_type is not data_type.FLOAT:
@@ -241,14 +278,27 @@ def _infer(node: Any) -> None:
 # -- reference -----------------------------------------------------------------------------------------------
 
 
+def _check(params: Mapping[str, Any], inputs: Mapping[str, Array]) -> None:
+    from .attention_options import check_contents
+
+    check_contents(params, inputs)
+
+
 def _reference(call: RefCall) -> dict[str, Array]:
     from .attention_blocks import Attention  # here for the sake of `import opgraph`, see `deferred`
+    from .attention_options import Options, keys_of, lengths_of, unpaged
 
     params, inputs, outputs, real = call.params, call.inputs, call.outputs, call.math.real
-    q, k, v = real(inputs["q"]), real(inputs["k"]), real(inputs["v"])
+    _check(params, inputs)  # once more, now for contents that the graph computed
+    keys = keys_of(params, inputs)
+    assert keys is not None
+    q = real(inputs["q"])
     batch, heads, rows, _ = q.shape
-    len_q = _lengths(inputs.get("seq_len_q"), "seq_len_q", rows)
-    len_kv = _lengths(inputs.get("seq_len_kv"), "seq_len_kv", k.shape[2])
+    len_q, len_kv = lengths_of(inputs, "q", rows), lengths_of(inputs, "kv", keys)
+    k, v = (
+        real(unpaged(inputs[side], inputs.get(f"paged_attention_{side}_table"), len_kv, keys)) for side in ("k", "v")
+    )
+    options = Options(call, (batch, heads, rows, keys))
     scale = params["attn_scale"]
     if "attn_scale" in inputs:
         scale = float(inputs["attn_scale"].reshape(-1)[0])
@@ -272,6 +322,7 @@ def _reference(call: RefCall) -> dict[str, Array]:
         bottom_right=bottom_right,
         left=left,
         right=right,
+        options=options,
     )
     work.run()
     result = {"O": out}
@@ -286,17 +337,9 @@ def _reference(call: RefCall) -> dict[str, Array]:
         result["score_max"] = work.row_max[..., None]
     if "score_sum_exp" in outputs:
         result["score_sum_exp"] = work.row_sum[..., None]
+    if "rng_dump" in outputs:
+        result["rng_dump"] = options.dump(outputs["rng_dump"].dtype)
     return result
 
 
-def _lengths(array: Array | None, port: str, most: int) -> list[int] | None:
-    if array is None:
-        return None
-    lengths: list[int] = array.reshape(-1).tolist()
-    for entry, length in enumerate(lengths):
-        if not 0 <= length <= most:
-            raise ValueError(f"sdpa: {port} of batch entry {entry} is {length}; expected 0 to {most}")
-    return lengths
-
-
-OPS = (OpDef("sdpa", NodeType.SDPA, _infer, _reference),)
+OPS = (OpDef("sdpa", NodeType.SDPA, _infer, _reference, check=_check),)

@@ -21,6 +21,8 @@ from .threads import run_together
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from .attention_options import Options
+
 __all__ = ["Attention", "softmax_block"]
 
 # OpenBLAS multiplies up to this m*n*k without packing and without threads, at its best where neither operand
@@ -65,7 +67,7 @@ class Attention:
     and `row_sum` [B, Hq, Sq]. `bias` has 4 axes that broadcast to the scores, `slopes` and `sink` have Hq
     entries; `len_q`, `len_kv` are lists of B lengths, or None without padding. `left` and `right` bound the
     band around the diagonal, which starts in the first corner of the valid scores, or ends in the last one
-    when `bottom_right`.
+    when `bottom_right`. `options` holds masks of tiles, dropout and score functions.
     """
 
     __slots__ = (
@@ -76,6 +78,7 @@ class Attention:
         "_len_kv",
         "_len_q",
         "_masked",
+        "_options",
         "_out",
         "_padded",
         "_q",
@@ -107,6 +110,7 @@ class Attention:
         bottom_right: bool = False,
         left: int | None = None,
         right: int | None = None,
+        options: Options | None = None,
     ) -> None:
         batch, heads, rows, channels = q.shape
         keys, width = k.shape[2], v.shape[3]
@@ -128,7 +132,9 @@ class Attention:
         self._len_q = [rows] * batch if len_q is None else len_q
         self._len_kv = [keys] * batch if len_kv is None else len_kv
         self._bottom_right, self._left, self._right = bottom_right, left, right
-        self._masked = bias is not None or slopes is not None or left is not None or right is not None
+        self._options = options
+        modified = options is not None and options.modifies
+        self._masked = modified or not (bias is None and slopes is None and left is None and right is None)
         self.row_max: Array = np.full((batch, heads, rows), -np.inf, q.dtype)
         self.row_sum: Array = np.zeros((batch, heads, rows), q.dtype)
         self._row_max = self.row_max.reshape(batch, units, group, rows)
@@ -230,6 +236,10 @@ class Attention:
                 scores[..., columns:] = -np.inf
             flat = scores.reshape(-1, wide)
             self._softmax(flat, row_max[e0:e1].reshape(-1), row_sum[e0:e1].reshape(-1))
+            if self._options is not None and self._options.drops:
+                grid = scores.reshape(e1 - e0, units, group, rows, wide)[..., :columns]
+                weighed, place = self._by_heads(grid, (run, part[1]), i0, first)
+                np.multiply(weighed, self._options.factors(place, q.dtype), out=weighed)
             _weigh(scratch, visible, self._v[run, u0:u1, first:last], result[e0:e1])
         shape = (entries, units, group, rows)
         weight = self._finish(row_max.reshape(shape), row_sum.reshape(shape), part)
@@ -273,9 +283,12 @@ class Attention:
         first: int,
         delta: int,
     ) -> None:
-        """Bias, ALiBi and band on scores [entries, units, group, rows, columns] from (i0, first) on."""
+        """Options, bias, ALiBi and band on scores [entries, units, group, rows, columns] from (i0, first) on."""
         rows, columns = scores.shape[3:]
         i1, last = i0 + rows, first + columns
+        options = self._options if self._options is not None and self._options.modifies else None
+        if options is not None:
+            options.modify(*self._by_heads(scores, heads, i0, first))
         if self._bias is not None:
             np.add(scores, self._bias[(*heads, slice(None), slice(i0, i1), slice(first, last))], out=scores)
         if self._slopes is not None:
@@ -295,6 +308,18 @@ class Attention:
             if stop > first:
                 hidden = np.arange(first, stop) <= np.arange(i0, i1)[:, None] + edge
                 np.copyto(scores[..., : stop - first], -np.inf, where=hidden)
+        if options is not None:
+            options.hide(*self._by_heads(scores, heads, i0, first))
+
+    def _by_heads(
+        self, scores: Array, heads: tuple[slice, slice], i0: int, first: int
+    ) -> tuple[Array, tuple[slice, slice, slice, slice]]:
+        """Scores of units as a view [entries, heads, rows, columns], and its part of all of them."""
+        entries, units, group, rows, columns = scores.shape
+        view = scores.reshape(entries, units * group, rows, columns)  # the axes lie next to each other
+        start = heads[1].start * group
+        span = slice(start, start + units * group)
+        return view, (heads[0], span, slice(i0, i0 + rows), slice(first, first + columns))
 
     def _finish(self, row_max: Array, row_sum: Array, part: tuple[slice, ...]) -> Array:
         """Stores the statistics of a block and returns the factor that normalises its rows."""

@@ -16,33 +16,82 @@ if TYPE_CHECKING:
 
     from .base import Array
 
-__all__ = []
+__all__ = [
+    "alibi_slopes",
+    "band_of",
+    "check_band",
+    "check_extras",
+    "check_flags",
+    "check_lengths",
+    "check_shapes",
+    "dropout_ports",
+    "mask_params",
+    "number_or_tensor",
+    "refuse",
+]
 
-def _number_or_tensor(value: Any) -> tuple[float | None, Any]:
+
+
+# -- arguments -----------------------------------------------------------------------------------------------
+
+
+def number_or_tensor(value: Any) -> tuple[float | None, Any]:
+    """A scale that is a number, or else the tensor."""
     if value is None or (isinstance(value, (int, float, np.generic)) and not isinstance(value, bool)):
         return (None if value is None else float(value)), None
     return None, value
 
 
-def _alignment(value: Any) -> diagonal_alignment:
-    if not isinstance(value, diagonal_alignment):
-        raise TypeError(f"sdpa: diagonal_alignment is a diagonal_alignment, given {value!r}")
-    return value
+_INTS = (
+    "sliding_window_length",
+    "diagonal_band_left_bound",
+    "diagonal_band_right_bound",
+    "max_total_seq_len_q",
+    "max_total_seq_len_kv",
+)
+_FLAGS = (
+    "use_causal_mask",
+    "use_causal_mask_bottom_right",
+    "use_padding_mask",
+    "use_alibi_mask",
+    "stats_use_log2",
+    "unfuse_fma",
+)
 
 
-def _int_or_none(value: Any) -> int | None:
-    return None if value is None else index(value)
+def mask_params(op: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes that both operators have, of the right kinds; `TypeError` for others."""
+    alignment = given["diagonal_alignment"]
+    if not isinstance(alignment, diagonal_alignment):
+        raise TypeError(f"{op}: diagonal_alignment is a diagonal_alignment, given {alignment!r}")
+    return {
+        "diagonal_alignment": alignment,
+        **{key: None if given[key] is None else index(given[key]) for key in _INTS},
+        **{key: bool(given[key]) for key in _FLAGS},
+        "implementation": given["implementation"],
+    }
 
 
-def _dropout(dropout: Any) -> tuple[float | None, dict[str, Any]]:
-    """`(probability, seed, offset)` or `(mask, scale)` as a probability and input ports."""
+def dropout_ports(graph: Any, op: str, dropout: Any, backward: bool = False) -> tuple[float | None, dict[str, Any]]:
+    """A `dropout` argument as a probability, or None, and input ports."""
     if dropout is None:
         return None, {}
-    if isinstance(dropout, (tuple, list)) and len(dropout) == 3 and isinstance(dropout[0], (int, float)):
-        return float(dropout[0]), {"dropout_seed": dropout[1], "dropout_offset": dropout[2]}
-    if isinstance(dropout, (tuple, list)) and len(dropout) == 2:
-        return None, {"dropout_mask": dropout[0], "dropout_scale": dropout[1]}
-    raise ValueError(f"sdpa: dropout is (probability, seed, offset) or (mask, scale); given {dropout!r}")
+    items = tuple(dropout) if isinstance(dropout, (tuple, list)) else ()
+    if len(items) == 3 and isinstance(items[0], (int, float, np.generic)):
+        ports = {"dropout_seed": items[1], "dropout_offset": items[2]}
+        return float(items[0]), {port: _int64(graph, value) for port, value in ports.items()}
+    if len(items) == (3 if backward else 2):
+        ports = dict(zip(("dropout_mask", "dropout_scale", "dropout_scale_inverse"), items, strict=False))
+        return None, ports
+    forms = "(mask, scale, scale_inverse)" if backward else "(mask, scale)"
+    raise ValueError(f"{op}: dropout is (probability, seed, offset) or {forms}; given {dropout!r}")
+
+
+def _int64(graph: Any, value: Any) -> Any:
+    """A Python number as an INT64 constant of the plan; anything else as it is."""
+    if not isinstance(value, int):
+        return value
+    return graph.tensor_scalar(value, scalar_type.COMPILE_TIME_CONST).set_data_type(data_type.INT64)
 
 
 def band_of(params: Mapping[str, Any]) -> tuple[bool, int | None, int | None]:
@@ -71,9 +120,18 @@ def alibi_slopes(heads: int) -> list[float]:
 # -- rules ---------------------------------------------------------------------------------------------------
 
 _FLOATS = (data_type.HALF, data_type.BFLOAT16, data_type.FLOAT, data_type.DOUBLE)
-_LENGTHS = (data_type.INT32, data_type.INT64)
+_INTEGERS = (data_type.INT32, data_type.INT64)
 
-def _check_shapes(node: Any) -> tuple[int, int, int, int, int]:
+
+def refuse(node: Any, *options: str) -> None:
+    """Options that are part of the signature but not served."""
+    for option in options:
+        value = node.params.get(option)
+        if option in node.inputs or option in node.outputs or (value is not None and value is not False):
+            unsupported(node, f"option {option} is not served", next_step=f"leave {option} out")
+
+
+def check_shapes(node: Any) -> tuple[int, int, int, int, int]:
     """(B, Hq, Sq, Skv, Dv)"""
     q, k, v = (node.inputs.get(port) for port in ("q", "k", "v"))
     for port, tensor in (("q", q), ("k", k), ("v", v)):
@@ -88,12 +146,14 @@ def _check_shapes(node: Any) -> tuple[int, int, int, int, int]:
                 given=f"dim {tensor.dim}, stride {tensor.stride}",
             )
     batch, heads, rows, channels = q.dim
-    for tensor, axis, extent, what in (
-        (k, 0, batch, f"the batch of {tensor_label(q)}"),
-        (v, 0, batch, f"the batch of {tensor_label(q)}"),
-        (k, 3, channels, f"the channels of {tensor_label(q)}"),
-        (v, 2, k.dim[2], f"the rows of {tensor_label(k)}"),
-    ):
+    tables = [f"paged_attention_{side}_table" for side in ("k", "v")]
+    keys = _check_paging(node, batch) if any(table in node.inputs for table in tables) else k.dim[2]
+    rules = [(k, 3, channels, f"the channels of {tensor_label(q)}")]
+    for tensor, table in zip((k, v), tables, strict=True):
+        if table not in node.inputs:
+            rules.append((tensor, 0, batch, f"the batch of {tensor_label(q)}"))
+            rules.append((tensor, 2, keys, "the number of keys"))
+    for tensor, axis, extent, what in rules:
         if tensor.dim[axis] != extent:
             malformed(
                 node,
@@ -122,10 +182,46 @@ def _check_shapes(node: Any) -> tuple[int, int, int, int, int]:
                 expected="HALF, BFLOAT16, FLOAT or DOUBLE",
                 given=tensor.data_type.name,
             )
-    return batch, heads, rows, k.dim[2], v.dim[3]
+    return batch, heads, rows, keys, v.dim[3]
 
 
-def _check_lengths(node: Any, batch: int) -> None:
+def _check_paging(node: Any, batch: int) -> int:
+    """The number of keys that the page tables stand for."""
+    params, inputs = node.params, node.inputs
+    if not params["use_padding_mask"]:
+        unsupported(node, "paged attention needs the padding mask")
+    paged = [(side, inputs[f"paged_attention_{side}_table"]) for side in ("k", "v") if f"paged_attention_{side}_table" in inputs]
+    most = params["paged_attention_max_seq_len_kv"]
+    plain = [side for side in ("k", "v") if f"paged_attention_{side}_table" not in inputs]
+    for _, table in paged:
+        if len(table.dim) != 4 or table.dim[0] != batch or (table.dim[1], table.dim[3]) != (1, 1):
+            malformed(
+                node, "a page table holds the blocks of each batch entry", tensor=table,
+                expected=f"({batch}, 1, blocks, 1)", given=table.dim,
+            )  # fmt: skip
+        if table.data_type not in (None, *_INTEGERS):
+            malformed(node, "a page table is INT32", tensor=table, expected="INT32", given=table.data_type.name)
+    side, table = paged[0]
+    if most is not None and most < 0:
+        malformed(node, "paged_attention_max_seq_len_kv is a length", expected="0 or more", given=most)
+    keys = inputs[plain[0]].dim[2] if plain else most if most is not None else table.dim[2] * inputs[side].dim[2]
+    for side, table in paged:
+        size = inputs[side].dim[2]
+        blocks = -(-keys // size) if size else 0
+        if table.dim[2] != blocks:
+            malformed(
+                node, f"the page table of {side} has one entry for each block of {size} keys", tensor=table,
+                expected=f"{blocks} entries for {keys} keys", given=table.dim,
+            )  # fmt: skip
+    packed = any(table.ragged_offset is not None for _, table in paged)
+    for port in ("q", "k", "v"):
+        if inputs[port].ragged_offset is not None and not (packed and port == "q"):
+            unsupported(node, "paged attention does not go with a ragged q, k or v", tensor=inputs[port])
+    return int(keys)
+
+
+def check_lengths(node: Any, batch: int) -> None:
+    """The lengths of each side are there in one form when they are needed, and only then."""
     params, inputs = node.params, node.inputs
     sides = [(f"seq_len_{side}", f"cu_seq_len_{side}") for side in ("q", "kv")]
     given = [[port for port in side if port in inputs] for side in sides]
@@ -138,21 +234,19 @@ def _check_lengths(node: Any, batch: int) -> None:
         malformed(node, "use_padding_mask needs the lengths", expected="seq_len_q and seq_len_kv", given=found)
     if given[0] and not params["use_padding_mask"] and params["score_mod"] is None:
         malformed(node, "lengths need the padding mask", given=found, next_step="pass use_padding_mask=True")
-    for port in ("seq_len_q", "seq_len_kv"):
-        tensor = inputs.get(port)
-        if tensor is None:
-            continue
-        if tensor.dim not in ((batch, 1, 1, 1), (batch,)):
+    for port in given[0] + given[1]:
+        tensor, entries = inputs[port], batch + port.startswith("cu_")
+        if tensor.dim not in ((entries, 1, 1, 1), (entries,)):
             malformed(
                 node,
-                f"{port} holds one length for each batch entry",
+                f"{port} holds one length for each batch entry" + (", added up from 0" if entries > batch else ""),
                 tensor=tensor,
-                expected=f"({batch}, 1, 1, 1) or ({batch},)",
+                expected=f"({entries}, 1, 1, 1) or ({entries},)",
                 given=tensor.dim,
             )
-        if tensor.data_type not in (None, *_LENGTHS):
+        if tensor.data_type not in (None, *_INTEGERS):
             malformed(node, f"{port} is INT32", tensor=tensor, expected="INT32", given=tensor.data_type.name)
-    if not params["use_padding_mask"]:
+    if not given[0]:
         for port, tensor in (*inputs.items(), *node.outputs.items()):
             if tensor.ragged_offset is not None:
                 unsupported(
@@ -163,23 +257,14 @@ def _check_lengths(node: Any, batch: int) -> None:
                 )
 
 
-def _check_flags(node: Any) -> None:
+def check_flags(node: Any) -> None:
+    """Attributes that need another one."""
     params, inputs = node.params, node.inputs
-    if params["generate_stats"] is not None and params["generate_stats"] is params["is_inference"]:
-        malformed(
-            node,
-            "generate_stats and is_inference contradict each other",
-            given=f"both {params['generate_stats']}",
-            next_step="pass generate_stats alone",
-        )
     probability = params["dropout_probability"]
     if probability is not None and not 0 <= probability < 1:
         malformed(node, "the dropout probability is in [0, 1)", given=probability)
-    paged = "paged_attention_k_table" in inputs or "paged_attention_v_table" in inputs
-    if paged and not params["use_padding_mask"]:
-        unsupported(node, "paged attention needs the padding mask")
-    if params["paged_attention_max_seq_len_kv"] is not None and not paged:
-        unsupported(node, "paged_attention_max_seq_len_kv needs a page table")
+    if "rng_dump" in node.outputs and probability is None:
+        malformed(node, "rng_dump needs a dropout with a probability", next_step="pass dropout=(p, seed, offset)")
     for side, ports in (("q", ("q",)), ("kv", ("k", "v"))):
         if params[f"max_total_seq_len_{side}"] is not None and all(
             inputs[port].ragged_offset is None for port in ports
@@ -187,7 +272,7 @@ def _check_flags(node: Any) -> None:
             unsupported(node, f"max_total_seq_len_{side} needs a ragged {' or '.join(ports)}")
 
 
-def _check_band(node: Any, rows: int, keys: int) -> None:
+def check_band(node: Any, rows: int, keys: int) -> None:
     params = node.params
     causal, causal_right = params["use_causal_mask"], params["use_causal_mask_bottom_right"]
     left, right = params["diagonal_band_left_bound"], params["diagonal_band_right_bound"]
@@ -223,26 +308,41 @@ def _check_band(node: Any, rows: int, keys: int) -> None:
                 unsupported(node, f"BOTTOM_RIGHT does not go with {option}")
 
 
-def _check_extras(node: Any, batch: int, heads: int, rows: int, keys: int) -> None:
-    bias, sink, scale = (node.inputs.get(port) for port in ("bias", "sink_token", "attn_scale"))
-    if bias is not None:
-        full = (batch, heads, rows, keys)
-        if len(bias.dim) != 4 or any(a not in (1, b) for a, b in zip(bias.dim, full, strict=True)):
+def check_extras(node: Any, full: tuple[int, int, int, int]) -> None:
+    """The tensors beside q, k and v: each fits the scores [B, Hq, Sq, Skv]."""
+    inputs = node.inputs
+    batch, heads, rows, keys = full
+    for port in ("bias", "dropout_mask"):
+        tensor = inputs.get(port)
+        if tensor is None:
+            continue
+        if len(tensor.dim) != 4 or any(a not in (1, b) for a, b in zip(tensor.dim, full, strict=True)):
             malformed(
                 node,
-                "the bias must broadcast to the scores",
-                tensor=bias,
+                f"the {port.replace('_', ' ')} must broadcast to the scores",
+                tensor=tensor,
                 expected=f"each extent 1 or that of {full}",
-                given=bias.dim,
+                given=tensor.dim,
             )
-        if bias.data_type is data_type.BOOLEAN:
-            unsupported(node, "a BOOLEAN bias", tensor=bias, next_step="pass 0 and -inf as floats")
-    if scale is not None and number(scale.dim) != 1:
-        malformed(node, "attn_scale is one number", tensor=scale, expected="(1, 1, 1, 1)", given=scale.dim)
+        if port == "bias" and tensor.data_type is data_type.BOOLEAN:
+            unsupported(node, "a BOOLEAN bias", tensor=tensor, next_step="pass 0 and -inf as floats")
+    for port in ("attn_scale", "dropout_seed", "dropout_offset", "dropout_scale", "dropout_scale_inverse"):
+        tensor = inputs.get(port)
+        if tensor is None:
+            continue
+        if number(tensor.dim) != 1:
+            malformed(node, f"{port} is one number", tensor=tensor, expected="(1, 1, 1, 1)", given=tensor.dim)
+        if port in ("dropout_seed", "dropout_offset") and tensor.data_type not in (None, *_INTEGERS):
+            malformed(node, f"{port} is INT64", tensor=tensor, expected="INT64", given=tensor.data_type.name)
+    sink, tiles = inputs.get("sink_token"), inputs.get("block_mask")
     if sink is not None:
         if sink.dim != (1, heads, 1, 1):
             malformed(node, "one sink per head", tensor=sink, expected=(1, heads, 1, 1), given=sink.dim)
         if sink.data_type not in (None, data_type.FLOAT):
             unsupported(node, "sink_token is FLOAT", tensor=sink, given=sink.data_type.name)
-
-
+    if tiles is not None:
+        dim = (batch, heads, -(-rows // 128), -(-(-(-keys // 128)) // 8))
+        if tiles.dim != dim:
+            malformed(node, "one bit for each tile of 128 x 128 scores", tensor=tiles, expected=dim, given=tiles.dim)
+        if tiles.data_type not in (None, data_type.UINT8):
+            malformed(node, "block_mask is UINT8", tensor=tiles, expected="UINT8", given=tiles.data_type.name)

@@ -13,6 +13,7 @@ per value channel. A gate without a channel axis is carried with one of extent 1
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -191,7 +192,7 @@ class Operands:
         self.params, self.inputs, self.dtype = call.params, call.inputs, dtype
         inputs = self.inputs
         self.cu: list[int] = inputs["cu_seqlens"].tolist()
-        self.lengths = [hi - lo for lo, hi in zip(self.cu, self.cu[1:], strict=False)]
+        self.lengths = [high - low for low, high in pairwise(self.cu)]
         self.N = len(self.lengths)
         self.K = inputs["k"].shape[2]
         self.V = inputs["v" if "v" in inputs else "dO"].shape[2]

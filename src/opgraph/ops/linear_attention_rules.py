@@ -352,25 +352,26 @@ _GRADIENTS = {
 def _check_output_ports(node: Any, variant: Variant, role: str) -> None:
     """Which outputs there are; the operators' methods see to it, other makers of nodes may not."""
     outputs, inputs, params = node.outputs, node.inputs, node.params
-    expected = set(variant.outputs(role))
+    conditions: dict[str, tuple[bool, str]] = dict.fromkeys(variant.outputs(role), (True, "always"))
     if role == FORWARD:
-        if params["output_final_state"]:
-            expected.add("final_state")
-        if params["checkpoint_every_n_tokens"]:
-            expected.add("state_checkpoints")
+        conditions["final_state"] = params["output_final_state"], "exactly when output_final_state is given"
+        every = params["checkpoint_every_n_tokens"]
+        conditions["state_checkpoints"] = every > 0, "exactly when checkpoint_every_n_tokens is given"
     elif role == BACKWARD:
-        expected |= {port for port in ("d_initial_state", "d_a_log", "d_dt_bias") if _GRADIENTS[port] in inputs}
-    elif params["output_transition"]:
-        expected.add("transition")
-    for port in sorted(expected ^ set(outputs)):
-        why = {"final_state": "output_final_state", "transition": "output_transition"}.get(port) or _GRADIENTS.get(port)
-        condition = f"exactly when {why} is given" if why else "always" if port in expected else "never"
-        malformed(
-            node,
-            f"output {port} exists {condition}",
-            tensor=outputs.get(port),
-            given=f"{'with' if port in outputs else 'without'} {port}",
-        )
+        for port in ("d_initial_state", "d_a_log", "d_dt_bias"):
+            source = _GRADIENTS[port]
+            conditions[port] = source in inputs, f"exactly when {source} is given"
+    else:
+        conditions["transition"] = params["output_transition"], "exactly when output_transition is given"
+    for port in sorted({*conditions, *outputs}):
+        wanted, when = conditions.get(port, (False, "never"))
+        if wanted != (port in outputs):
+            malformed(
+                node,
+                f"output {port} exists {when}",
+                tensor=outputs.get(port),
+                given=f"a node {'with' if port in outputs else 'without'} it",
+            )
 
 
 def _fill_outputs(node: Any, extents: _Extents) -> None:

@@ -21,8 +21,10 @@ __all__ = ["backward", "final_slopes", "finish", "finish_slopes", "forward", "he
 
 # Tokens whose operands are read together.
 _BLOCK = 64
-# States that are worked on together; they are read and written several times per step.
+# Bytes of the states that are worked on together; they are read and written several times per step. The
+# gradients keep those of a whole block.
 _GROUP_BYTES = 1 << 22
+_GRADIENT_GROUP_BYTES = 1 << 20
 
 
 def forward(operands: Operands, sequences: Sequence[int], sinks: Mapping[str, Sink]) -> None:
@@ -30,7 +32,7 @@ def forward(operands: Operands, sequences: Sequence[int], sinks: Mapping[str, Si
     every = operands.params["checkpoint_every_n_tokens"] if "state_checkpoints" in sinks else 0
     checkpoint_rows = first_rows(operands.lengths, every) if every else []
     gate = Gate(operands, inner=False)
-    for group in _groups(operands, sequences):
+    for group in _groups(operands, sequences, _GROUP_BYTES):
         states = start_states(operands, group, "transition" in sinks)
         for first, place in _blocks(operands, group, _BLOCK):
             rows = Rows(operands, gate, place)
@@ -87,11 +89,11 @@ def _advance(states: Array, rows: Rows, step: int, width: int) -> Array:
     return written
 
 
-def _groups(operands: Operands, sequences: Sequence[int]) -> Iterator[list[int]]:
-    """The sequences, longest first, in groups of bounded state size."""
+def _groups(operands: Operands, sequences: Sequence[int], bound: int) -> Iterator[list[int]]:
+    """The sequences, longest first, in groups whose states take at most so many bytes."""
     lengths = operands.lengths
     size = operands.heads[0] * operands.heads[1] * operands.V * operands.K * operands.dtype.itemsize
-    most = max(1, _GROUP_BYTES // max(size, 1))
+    most = max(1, bound // max(size, 1))
     order = sorted(sequences, key=lambda n: -lengths[n])
     for first in range(0, len(order), most):
         yield order[first : first + most]
@@ -117,7 +119,7 @@ def backward(operands: Operands, sinks: Mapping[str, Sink]) -> Gate:
     """Fills the gradients of a backward or summary node; returns the gate, with those of its parameters."""
     gate = Gate(operands, inner=False)
     summary = "dQ" not in sinks
-    for group in _groups(operands, range(operands.N)):
+    for group in _groups(operands, range(operands.N), _GRADIENT_GROUP_BYTES):
         longest = operands.lengths[group[0]]
         blocks = list(_blocks(operands, group, max(int(longest**0.5), 1)))
         kept = [] if summary else _states_of_blocks(operands, gate, group, blocks)

@@ -1,7 +1,8 @@
 """A graph as SVG text: operators and tensors in layers from inputs to outputs, after Sugiyama.
 
 Layers come from the data flow, the order inside a layer from barycenter sweeps that keep the fewest crossings, and
-the places from a least-squares fit under the minimum distances. Edges over several layers get a place in each.
+the places from a least-squares fit under the minimum distances. A tensor that is read further below gets a lane
+through the layers between, one for all of its readers.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class _Place:
 
 
 class _Edge:
-    """One step of an edge between neighbouring layers. `out_of` and `into` are port names at its ends."""
+    """An edge between neighbouring layers. `out_of` and `into` are port names at its ends."""
 
     def __init__(self, start: _Place, end: _Place, out_of: str = "", into: str = "") -> None:
         self.start, self.end = start, end
@@ -88,8 +89,8 @@ def svg(ir: GraphIR, plan: str | None) -> str:
 # ---- layers
 
 
-def _layered(ir: GraphIR) -> tuple[list[list[_Place]], list[list[_Edge]]]:
-    """Places by layer, and each edge of the graph as its steps."""
+def _layered(ir: GraphIR) -> tuple[list[list[_Place]], list[_Edge]]:
+    """Places by layer, and the edges between neighbouring layers."""
     tensors = {t: _tensor_place(t) for t in ir.all_tensors}
     nodes = {n: _node_place(n) for n in ir.nodes}
     depth: dict[Any, int] = {}
@@ -111,18 +112,19 @@ def _layered(ir: GraphIR) -> tuple[list[list[_Place]], list[list[_Edge]]]:
         put(place, depth.get(tensor, 0))
     for node, place in nodes.items():
         put(place, depth[node])
-    edges: list[list[_Edge]] = []
+    edges: list[_Edge] = []
+    lanes: dict[_Place, list[_Place]] = {}  # below a tensor, by layer
 
     def connect(start: _Place, end: _Place, out_of: str, into: str) -> None:
-        steps = []
         if end.layer <= start.layer:
             return  # an order of nodes that validate() will refuse
-        for layer in range(start.layer + 1, end.layer):
+        passed = lanes.setdefault(start, [start])
+        for layer in range(start.layer + len(passed), end.layer):
             lane = _Place("lane", ())
             put(lane, layer)
-            steps.append(_Edge(start, lane, out_of))
-            start, out_of = lane, ""
-        edges.append([*steps, _Edge(start, end, out_of, into)])
+            edges.append(_Edge(passed[-1], lane))
+            passed.append(lane)
+        edges.append(_Edge(passed[end.layer - start.layer - 1], end, out_of, into))
 
     for node in ir.nodes:
         for port, tensor in node.inputs.items():
@@ -295,7 +297,7 @@ def _text(
     )
 
 
-def _written(layers: list[list[_Place]], edges: list[list[_Edge]], title: str) -> str:
+def _written(layers: list[list[_Place]], edges: list[_Edge], title: str) -> str:
     places = [p for layer in layers for p in layer if p.lines]
     title = _shortened(title) if len(title) > 3 * _LONGEST else title
     width = max([p.x + p.width / 2 for p in places] + [_MARGIN + _width(title, _FONT + 2)]) + _MARGIN
@@ -307,10 +309,10 @@ def _written(layers: list[list[_Place]], edges: list[list[_Edge]], title: str) -
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         _text(_MARGIN, _MARGIN + _LINE - 3, title, _FONT + 2, anchor="start", weight="bold"),
         '<g fill="none" stroke="#666" stroke-width="1.2">',
-        *(_line(steps) for steps in edges),
+        *(_line(edge) for edge in edges),
         "</g>",
         '<g fill="#666">',
-        *(_arrow(steps[-1]) for steps in edges),
+        *(_arrow(edge) for edge in edges if edge.end.lines),
         "</g>",
     ]
     for place in places:
@@ -318,16 +320,15 @@ def _written(layers: list[list[_Place]], edges: list[list[_Edge]], title: str) -
     return "\n".join((*parts, "</svg>\n"))
 
 
-def _line(steps: Sequence[_Edge]) -> str:
-    path: list[str] = []
-    for edge in steps:
-        y0, y1 = edge.start.y + edge.start.height, edge.end.y
-        middle = (y0 + y1) / 2
-        move = "L" if path else "M"
-        path.append(
-            f"{move}{edge.x0:.1f},{y0:.1f}C{edge.x0:.1f},{middle:.1f} {edge.x1:.1f},{middle:.1f} {edge.x1:.1f},{y1:.1f}"
-        )
-    return f'<path d="{"".join(path)}"/>'
+def _line(edge: _Edge) -> str:
+    """A curve, with the straight part through the layer of a lane that it enters."""
+    y0, y1 = edge.start.y + edge.start.height, edge.end.y
+    middle = (y0 + y1) / 2
+    through = "" if edge.end.lines else f"v{edge.end.height:.1f}"
+    return (
+        f'<path d="M{edge.x0:.1f},{y0:.1f}C{edge.x0:.1f},{middle:.1f} {edge.x1:.1f},{middle:.1f} '
+        f'{edge.x1:.1f},{y1:.1f}{through}"/>'
+    )
 
 
 def _arrow(edge: _Edge) -> str:

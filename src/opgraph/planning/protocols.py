@@ -131,14 +131,16 @@ def _device_attribute(obj: Any, plan_device: tuple[int, int]) -> tuple[int, int]
         kind, ordinal = obj.__dlpack_device__()
         return int(kind), int(ordinal)
     device = getattr(obj, "device", None)
+    name: Any
+    number: Any
     if isinstance(device, str):  # "cpu", "cuda:1"
-        name, _, ordinal = device.partition(":")
+        name, _, number = device.partition(":")
     else:
-        name, ordinal = getattr(device, "type", None), getattr(device, "index", None)
+        name, number = getattr(device, "type", None), getattr(device, "index", None)
     if name == "cpu":
         return CPU, 0
     if name in ("cuda", "gpu"):
-        return CUDA, int(ordinal or 0)
+        return CUDA, int(number or 0)
     if name:
         raise TypeError(f"{type(obj).__name__} is on a device that is not known here: {str(device)!r}")
     return plan_device  # it tells nothing, as a bare address does
