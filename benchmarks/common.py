@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 WINDOW_S = 0.15e-3  # short, so that some windows are free of other work on the machine
+WARM_UP = 3
 
 Sample = Callable[[], float]  # one measurement of one side
 
@@ -37,10 +38,11 @@ class Loop:
         # Bound by the setup, the names are locals of timeit's inner function: a look-up costs next to nothing.
         setup = "\n".join(f"{name} = _names[{name!r}]" for name in names) or "pass"
         self._timer = timeit.Timer(statement, setup, globals={"_names": names})
+        self._timer.timeit(WARM_UP)  # first sights are no steady state
         self.calls = 1
-        while (spent := self._timer.timeit(self.calls)) < window_s:
-            self.calls = max(2 * self.calls, int(self.calls * window_s / max(spent, 1e-7)) + 1)
-        self()
+        # The least of three: a window that lost the processor says nothing about how many calls fill one.
+        while (spent := min(self._timer.repeat(3, self.calls))) < window_s:
+            self.calls = max(2 * self.calls, int(self.calls * window_s / max(spent, 1e-7)))
 
     def __call__(self) -> float:
         return self._timer.timeit(self.calls) / self.calls * 1e9

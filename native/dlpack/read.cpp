@@ -119,6 +119,11 @@ Rule adopt_capsule(PyObject* capsule, Reading& out) {
   return Rule::producer;
 }
 
+// A table may have the borrowing call alone: then it says nothing of memory that has to outlive a call.
+bool serves(const TypeEntry& e, bool owning) {
+  return (e.borrow && !owning) || e.api->managed_tensor_from_py_object_no_sync;
+}
+
 Rule read_table(const TypeEntry& e, PyObject* obj, Reading& out, bool owning) {
   out.flags_of = e.flags_of;
   if (e.borrow && !owning) {
@@ -366,11 +371,11 @@ Rule read_any(PyObject* obj, const ReadContext& context, Reading& out, bool owni
   PyTypeObject* type = Py_TYPE(obj);
   if (const TypeEntry* e = cached(type)) {
     if (e->borrow) last = e;
-    return read_table(*e, obj, out, owning);
+    if (OG_LIKELY(serves(*e, owning))) return read_table(*e, obj, out, owning);
   }
   if (PyLong_CheckExact(obj)) return read_address(obj, context, out);
   TypeEntry scratch;
-  if (const TypeEntry* e = discover(type, scratch)) return read_table(*e, obj, out, owning);
+  if (const TypeEntry* e = discover(type, scratch); e && serves(*e, owning)) return read_table(*e, obj, out, owning);
   if (is_numpy_array(obj)) return read_numpy(obj, out);
   return read_other(obj, context, out);
 }

@@ -67,7 +67,7 @@ inline Rule read_buffer(PyObject* obj, const ReadContext& context, Reading& out,
   out.flags_of = last->flags_of;
   DLTensor& t = out.t;
   if (OG_UNLIKELY(last->borrow(obj, &t) != 0)) return Rule::producer;
-  if (OG_LIKELY(t.byte_offset == 0 && t.strides && static_cast<uint32_t>(t.ndim) <= kMaxBufferRank)) return Rule::ok;
+  if (OG_LIKELY(t.byte_offset == 0 && t.shape && t.strides && static_cast<uint32_t>(t.ndim) <= kMaxBufferRank)) return Rule::ok;
   return settle(out);
 }
 

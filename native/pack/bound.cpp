@@ -38,6 +38,7 @@ int state_traverse(PyObject* self, visitproc visit, void* arg) {
   State* s = as_state(self);
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(s->pack);
+  Py_VISIT(reinterpret_cast<PyObject*>(s->call.ex));
   for (int i = 0; s->call.operands && i < s->call.ex->n; i++) {
     const Operand& op = s->call.operands[i];
     Py_VISIT(op.value);

@@ -97,6 +97,9 @@ bool gather_mapping(Call& call, PyObject* mapping) {
   const auto size = static_cast<size_t>(PyDict_GET_SIZE(mapping));
   const MappingRecord* hint = nullptr;
   for (size_t i = 0; PyDict_Next(mapping, &position, &key, &value); i++) {
+#ifdef Py_GIL_DISABLED
+    Ref held_key(Py_NewRef(key)), held_value(Py_NewRef(value));  // a look-up that waits lets go of the mapping's lock
+#endif
     if (i == 0) hint = order_hint(ex, key, size);
     long index;
     if (OG_LIKELY(hint && i < size && hint->keys[i] == key)) {
@@ -207,6 +210,15 @@ OG_COLD bool too_many_axes(Executable* ex, int index, PyObject* sequence, Py_ssi
   return fail(ex, Rule::override_rank, index, -1, nullptr, sequence, n, ex->specs[index].declared.rank);
 }
 
+// Without the GIL another thread may change a list while it is read; tuples hold still.
+inline bool holds_still(PyObject* sequence) {
+#ifdef Py_GIL_DISABLED
+  return PyTuple_CheckExact(sequence);
+#else
+  return PyTuple_CheckExact(sequence) || PyList_CheckExact(sequence);
+#endif
+}
+
 // An int that is 0 or more and fits in 64 bits.
 inline bool read_extent(PyObject* number, int64_t& out) {
   int overflow = 0;
@@ -240,8 +252,7 @@ OG_COLD bool read_odd_extents(Executable* ex, int index, PyObject* sequence, int
 }
 
 bool read_extents(Executable* ex, int index, PyObject* sequence, int64_t* out, int32_t* rank) {
-  if (OG_UNLIKELY(!PyList_CheckExact(sequence) && !PyTuple_CheckExact(sequence)))
-    return read_odd_extents(ex, index, sequence, out, rank);
+  if (OG_UNLIKELY(!holds_still(sequence))) return read_odd_extents(ex, index, sequence, out, rank);
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(sequence);
   if (n > kMaxRank) return too_many_axes(ex, index, sequence, n);
   PyObject** items = PySequence_Fast_ITEMS(sequence);
@@ -299,15 +310,6 @@ bool apply_override(Call& call, int index, PyObject* shape, PyObject* stride) {
     return fail(ex, Rule::override_extent, index, -1, nullptr, shape);  // spans more bytes than 64 bits count
   if (OG_UNLIKELY(spec.has(kOutput) && !writes_once(op.live))) return fail(ex, Rule::self_overlap, index, -1, nullptr, stride);
   return true;
-}
-
-// Without the GIL another thread may change a list while it is read; tuples hold still.
-inline bool holds_still(PyObject* sequence) {
-#ifdef Py_GIL_DISABLED
-  return PyTuple_CheckExact(sequence);
-#else
-  return PyTuple_CheckExact(sequence) || PyList_CheckExact(sequence);
-#endif
 }
 
 // The caller's three lists (uids, shapes, strides) as the words of an OverrideRecord. Returns how many, or -1 where they
@@ -393,10 +395,20 @@ bool gather_overrides(Call& call, const CallArguments& a) {
   Executable* ex = call.ex;
   PyObject* lists[3] = {a.override_uids, a.override_shapes, a.override_strides};
   Py_ssize_t n = -1;
+#ifdef Py_GIL_DISABLED
+  Ref held[3];  // what the lists hold at this moment: another thread may change them
+#endif
   for (int i = 0; i < 3; i++) {
     PyObject* list = lists[i];
     if (list && list != Py_None && !PyList_Check(list) && !PyTuple_Check(list))
       return fail(ex, Rule::override_type, -1, -1, nullptr, list);
+#ifdef Py_GIL_DISABLED
+    if (list && list != Py_None) {
+      held[i] = Ref(PySequence_Tuple(list));
+      if (!held[i]) return false;
+      list = lists[i] = held[i].get();
+    }
+#endif
     const Py_ssize_t size = list && list != Py_None ? PySequence_Fast_GET_SIZE(list) : 0;
     if (n >= 0 && size != n) return fail(ex, Rule::override_length, -1, -1, nullptr, nullptr, size, n);
     n = size;
@@ -504,15 +516,6 @@ inline bool layout_is(const DLTensor& t, int32_t rank, const int64_t* dims, cons
   return t.ndim == rank && same_extents(rank, t.shape, dims) && same_extents(rank, t.strides, strides);
 }
 
-OG_COLD void remember(const OperandSpec& spec, const DLTensor& t, int64_t bytes, std::mutex& mutex) {
-  if (t.ndim > kMaxRank) return;
-  auto fresh = std::make_unique<SeenLayout>();
-  fresh->rank = t.ndim;
-  for (int i = 0; i < t.ndim; i++) fresh->dims[i] = t.shape[i], fresh->strides[i] = t.strides[i];
-  fresh->bytes = bytes;
-  publish(const_cast<OperandSpec&>(spec).seen, mutex, std::move(fresh));
-}
-
 // Live extents from the buffer itself (is_dynamic_shape_enabled): the buffer has to speak the declared axis order.
 bool take_live_layout(Operand& op, const OperandSpec& spec) {
   const DLTensor& t = op.reading.t;
@@ -553,17 +556,14 @@ OG_COLD Rule check_layout_slow(Call& call, int index) {
     op.available = op.available > (kUnbounded >> spec.item_shift) ? kUnbounded : op.available << spec.item_shift;
     return Rule::ok;
   }
-  for (auto& place : spec.seen) {
-    const SeenLayout* s = place.load(std::memory_order_acquire);
-    if (!s) break;
-    if (layout_is(t, s->rank, s->dims, s->strides)) {
-      op.available = s->bytes;
-      return Rule::ok;
-    }
+  const BufferLayout given{t.ndim, t.shape, t.strides};
+  if (const SeenLayout* s = find_seen(spec, given)) {
+    op.available = s->bytes;
+    return Rule::ok;
   }
-  const Rule r = match_layout(spec, {t.ndim, t.shape, t.strides}, &op.available);
+  const Rule r = match_layout(spec, given, &op.available);
   if (r == Rule::ok) {
-    remember(spec, t, op.available, *ex->record_mutex);
+    publish_seen(ex->specs[index], given, op.available, *ex->record_mutex);
     return r;
   }
   if (ex->dynamic && (r == Rule::layout || r == Rule::bytes) && take_live_layout(op, spec)) return Rule::ok;
@@ -841,7 +841,7 @@ OG_COLD bool check_workspace(Call& call, PyObject* workspace, const ReadContext&
     if (r.read_only || is_input_slot(workspace)) return fail(ex, Rule::read_only, -1, -1, &r, workspace);
     const int64_t units = span_elements(r.t.ndim, r.t.shape, r.t.strides);
     const int64_t bits = int64_t{r.t.dtype.bits} * r.t.dtype.lanes;
-    call.workspace_size = units > kUnbounded / 512 ? kUnbounded : units * bits / 8;
+    call.workspace_size = bits && units > kUnbounded / bits ? kUnbounded : units * bits / 8;
     if (call.workspace_size < ex->workspace_bytes)
       return fail(ex, Rule::workspace_small, -1, -1, &r, nullptr, call.workspace_size, ex->workspace_bytes);
   }
@@ -849,7 +849,7 @@ OG_COLD bool check_workspace(Call& call, PyObject* workspace, const ReadContext&
     return fail(ex, Rule::workspace_missing, -1, -1, nullptr, nullptr, 0, ex->workspace_bytes);
   const int64_t size = call.workspace_size >= 0 ? call.workspace_size : ex->workspace_bytes;
   const auto w0 = reinterpret_cast<uintptr_t>(r.t.data), w1 = w0 + size;
-  for (int i = 0; i < ex->n; i++) {
+  for (int i = 0; i < ex->n && size > 0; i++) {
     const Operand& op = call.operands[i];
     if (!op.value || !op.nbytes || ex->specs[i].has(kByValue)) continue;
     const auto a0 = reinterpret_cast<uintptr_t>(op.reading.t.data), a1 = a0 + op.nbytes;
@@ -880,7 +880,10 @@ OG_COLD bool framework_stream(Call& call) {
     const TypeEntry* e = find_exchange(Py_TYPE(op.value));
     if (!e || !e->api->current_work_stream) continue;
     void* stream = nullptr;
-    if (e->api->current_work_stream(call.ex->device.device_type, call.ex->device.device_id, &stream) != 0) return false;
+    if (e->api->current_work_stream(call.ex->device.device_type, call.ex->device.device_id, &stream) != 0) {
+      if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "%s does not tell its current stream", Py_TYPE(op.value)->tp_name);
+      return false;
+    }
     call.stream = static_cast<int64_t>(reinterpret_cast<uintptr_t>(stream));
     return true;
   }

@@ -129,8 +129,12 @@ bool read_spec(PyObject* d, OperandSpec& spec) {
                  static_cast<long long>(spec.uid), bits);
     return false;
   }
-  spec.item_shift = static_cast<uint8_t>(std::countr_zero(static_cast<unsigned>(bits / 8)));
   const int64_t span = span_elements(rank, spec.declared.dims, spec.declared.strides);
+  if (spec.has(kByValue) && span > 1) {
+    PyErr_Format(PyExc_ValueError, "tensor uid %lld: a pass-by-value tensor holds one element", static_cast<long long>(spec.uid));
+    return false;
+  }
+  spec.item_shift = static_cast<uint8_t>(std::countr_zero(static_cast<unsigned>(bits / 8)));
   if (span > (INT64_MAX >> spec.item_shift)) {
     PyErr_Format(PyExc_ValueError, "tensor uid %lld spans more bytes than 64 bits count", static_cast<long long>(spec.uid));
     return false;
@@ -160,6 +164,26 @@ bool read_carve(PyObject* t, Carve& carve) {
     return false;
   }
   return true;
+}
+
+// `keys` with names and uids as exact strs and ints: a look-up in them runs no code of a caller's subclass, which could
+// change the caller's mapping while it is iterated.
+PyObject* exact_keys(PyObject* keys) {
+  Ref out(PyDict_New());
+  if (!out) return nullptr;
+  PyObject *key, *value;
+  Py_ssize_t position = 0;
+  while (PyDict_Next(keys, &position, &key, &value)) {
+    Ref exact(Py_NewRef(key));
+    if (PyUnicode_Check(key) && !PyUnicode_CheckExact(key)) {
+      exact = Ref(PyUnicode_FromObject(key));
+    } else if (PyLong_Check(key) && !PyLong_CheckExact(key)) {
+      const long long number = PyLong_AsLongLong(key);
+      exact = Ref(number == -1 && PyErr_Occurred() ? nullptr : PyLong_FromLongLong(number));
+    }
+    if (!exact || PyDict_SetItem(out.get(), exact.get(), value) < 0) return nullptr;
+  }
+  return out.release();
 }
 
 // ---- the type ---------------------------------------------------------------------------------------------------
@@ -196,7 +220,7 @@ PyObject* executable_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   ex->stream = stream;
   ex->overrides = overrides;
   ex->dynamic = dynamic;
-  ex->keys = PyDict_Copy(keys);
+  ex->keys = exact_keys(keys);
   ex->tensor_type = reinterpret_cast<PyTypeObject*>(Py_NewRef(tensor_type));
   ex->run = run == Py_None ? nullptr : Py_NewRef(run);
   ex->program = ex->run ? program_of(ex->run) : nullptr;

@@ -7,6 +7,7 @@
 
 #include "dlpack/read.h"
 #include "pack/layout.h"
+#include "pack/publish.h"
 #include "python.h"
 
 namespace opgraph {
@@ -83,19 +84,6 @@ struct Executable {
 
 extern PyTypeObject* ExecutableType;
 int executable_init(PyObject* module);
-
-// Stores `fresh` in the first free place; takes ownership, returns what to use (null when the table is full).
-template <class T, size_t N>
-const T* publish(std::atomic<const T*> (&table)[N], std::mutex& mutex, std::unique_ptr<T> fresh) {
-  std::lock_guard<std::mutex> lock(mutex);
-  for (auto& place : table)
-    if (!place.load(std::memory_order_relaxed)) {
-      const T* kept = fresh.release();
-      place.store(kept, std::memory_order_release);
-      return kept;
-    }
-  return nullptr;
-}
 
 // One operand of one call.
 struct Operand {

@@ -84,21 +84,33 @@ bool put_reading(PyObject* facts, const Reading& r) {
   return put(facts, "address", PyLong_FromVoidPtr(t.data));
 }
 
+// Whether the object's repr says something in a few words: numbers, names, and short lists of numbers.
+bool short_text(PyObject* object) {
+  if (PyUnicode_Check(object)) return PyUnicode_GET_LENGTH(object) <= 200;
+  if (PyLong_Check(object)) return true;
+  if (!PyList_CheckExact(object) && !PyTuple_CheckExact(object)) return false;
+  const Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
+  for (Py_ssize_t i = 0; i < n; i++)
+    if (!PyLong_CheckExact(PySequence_Fast_GET_ITEM(object, i))) return false;
+  return n <= 32;
+}
+
 // Only plain facts: a reference to the buffer inside an exception would keep it alive.
 PyObject* facts_of(const Reading* reading, PyObject* object, int64_t have, int64_t need, PyObject* detail) {
   Ref facts(PyDict_New());
   if (!facts) return nullptr;
+  // First, since what follows may run the object's code, which may change what the reading points to.
+  if (reading && !put_reading(facts.get(), *reading)) return nullptr;
   if (object) {
     Ref name(PyObject_GetAttrString(reinterpret_cast<PyObject*>(Py_TYPE(object)), "__qualname__"));
     if (!name) PyErr_Clear();
     if (name && PyDict_SetItemString(facts.get(), "type", name.get()) < 0) return nullptr;
-    if (PyLong_Check(object) || PyUnicode_Check(object) || PyList_Check(object) || PyTuple_Check(object)) {
+    if (short_text(object)) {
       Ref text(PyObject_Repr(object));
       if (!text) PyErr_Clear();
       if (text && PyDict_SetItemString(facts.get(), "given", text.get()) < 0) return nullptr;
     }
   }
-  if (reading && !put_reading(facts.get(), *reading)) return nullptr;
   if (!put(facts.get(), "have", PyLong_FromLongLong(have)) || !put(facts.get(), "need", PyLong_FromLongLong(need))) return nullptr;
   if (detail && PyDict_SetItemString(facts.get(), "detail", detail) < 0) return nullptr;
   return facts.release();

@@ -10,11 +10,23 @@ namespace {
 
 VariantPack* as_pack(PyObject* self) { return reinterpret_cast<VariantPack*>(self); }
 
+// Slots are no containers to the collector; what they keep is the pack's own while nobody else holds the slot.
+int visit_owner(PyObject* slot, visitproc visit, void* arg) {
+  if (slot && Py_REFCNT(slot) == 1) Py_VISIT(reinterpret_cast<Slot*>(slot)->owner);
+  return 0;
+}
+
 int pack_traverse(PyObject* self, visitproc visit, void* arg) {
   auto* p = as_pack(self);
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(reinterpret_cast<PyObject*>(p->ex));
   Py_VISIT(p->geometry);
+  for (Py_ssize_t i = 0; i < Py_SIZE(self); i++)
+    if (const int r = visit_owner(reinterpret_cast<PyObject*>(p->slots[i]), visit, arg)) return r;
+  if (const int r = visit_owner(p->workspace, visit, arg)) return r;
+  if (Py_REFCNT(p->carves) == 1)
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(p->carves); i++)
+      if (const int r = visit_owner(PyTuple_GET_ITEM(p->carves, i), visit, arg)) return r;
   return 0;
 }
 
@@ -129,7 +141,11 @@ void held_destructor(PyObject* capsule) {
 // the call has to own it. Moves it into an object; `owner` is what a slot keeps, null for a bare address.
 bool own(Holding& holding, PyObject* value, PyObject*& owner) {
   owner = PyLong_CheckExact(value) ? nullptr : value;
-  if (holding.hold == Hold::nothing) return true;
+  if (holding.hold == Hold::nothing) {
+    // Not the slot itself: slots of slots of slots would be freed as deep as they are nested.
+    if (Py_TYPE(value) == SlotType) owner = reinterpret_cast<Slot*>(value)->owner;
+    return true;
+  }
   if (holding.hold != Hold::object) {
     auto* held = new (std::nothrow) Holding(holding);
     PyObject* capsule = held ? PyCapsule_New(held, "opgraph.held", held_destructor) : PyErr_NoMemory();
@@ -156,7 +172,6 @@ VariantPack* pack_new(Call& call) {
   p->stream = call.stream;
   p->workspace_size = call.workspace_size;
   for (int i = 0; i < ex->n; i++) p->slots[i] = nullptr;
-  PyObject_GC_Track(reinterpret_cast<PyObject*>(p));
   Ref whole(reinterpret_cast<PyObject*>(p));
   static const Layout kNothing{};
   for (int i = 0; i < ex->n; i++) {
@@ -207,6 +222,7 @@ VariantPack* pack_new(Call& call) {
     if (!s) return nullptr;
     PyTuple_SET_ITEM(p->carves, i, reinterpret_cast<PyObject*>(s));
   }
+  PyObject_GC_Track(reinterpret_cast<PyObject*>(p));  // complete: the collector, and who asks it, see no half of it
   return reinterpret_cast<VariantPack*>(whole.release());
 }
 

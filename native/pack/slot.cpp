@@ -172,6 +172,10 @@ PyObject* slot_dlpack(PyObject* self, PyObject* const* args, Py_ssize_t nargs, P
     } else if (PyUnicode_CompareWithASCIIString(key, "dl_device") == 0) {
       if (value == Py_None) continue;
       int type, id;
+      if (!PyTuple_Check(value)) {
+        PyErr_SetString(PyExc_TypeError, "dl_device must be a tuple (device_type, device_id)");
+        return nullptr;
+      }
       if (!PyArg_ParseTuple(value, "ii", &type, &id)) return nullptr;
       if (type != s->t.device.device_type || id != s->t.device.device_id) {
         PyErr_Format(PyExc_BufferError, "the slot lies on device (%d, %d); it is not copied to (%d, %d)",
@@ -249,8 +253,8 @@ void imported_destructor(PyObject* capsule) {
 // What a kernel returns through the table comes back as a slot that owns it.
 int table_import(DLManagedTensorVersioned* m, void** out) {
   const DLTensor& t = m->dl_tensor;
-  if (t.ndim > kMaxRank) {
-    PyErr_Format(PyExc_BufferError, "a slot has at most %d axes, the tensor %d", kMaxRank, t.ndim);
+  if (t.ndim < 0 || t.ndim > kMaxRank || (t.ndim > 0 && !t.shape)) {
+    PyErr_Format(PyExc_BufferError, "a slot has at most %d axes and a shape, the tensor says %d axes", kMaxRank, t.ndim);
     return -1;
   }
   Layout layout;

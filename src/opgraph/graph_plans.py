@@ -158,11 +158,24 @@ class PlanApi:
         plans = self._plans
         if plans is None:
             target = self._make_target(device, engine, knobs)
-            plans = self._new_plans(self._ir.snapshot(), target)
+            spec = self._ir.snapshot()
+            self._check_outputs(spec)
+            plans = self._new_plans(spec, target)
         plans.rank(modes)
         self._ir.freeze()  # a refused graph stays as it was
         self._plans = plans
         self._ranked = True
+
+    def _check_outputs(self, spec: Any) -> None:
+        """Refuses a graph that would compute nothing anybody can see."""
+        if any(t.is_output for t in spec.operands):
+            return
+        leaves = [spec.tensors[uid] for node in spec.nodes for uid in node.outputs.values()]
+        named = ", ".join(f"{t.name!r} (uid {t.uid})" for t in leaves[-3:])
+        raise ValueError(
+            f"graph {self._ir.name!r}: it has no output; "
+            + (f"call set_output(True) on what execute should write, e.g. {named}" if leaves else "it has no nodes")
+        )
 
     def create_execution_plan(self, engine_id: int, knobs: Mapping[Any, Any] | None = None) -> None:
         """Appends the one plan that an engine id and its knobs name, and freezes the graph.

@@ -239,8 +239,11 @@ class AttentionBackward:
             return {**found, **{k: named[k if k == "dBias" else "dSink_token"] for k in names[3:]}}
 
         def truth(xp: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-            if xp is np:
-                return given.backward({**values, "stats": values["stats"] * base})
+            if xp is np or dtype is not data_type.FLOAT:
+                # o is an operand: what it lost to a narrow type counts, and autograd would not know of it.
+                at = {name: np.asarray(value) for name, value in values.items()}
+                found = given.backward({**at, "stats": at["stats"] * base})
+                return found if xp is np else {name: xp.from_numpy(array) for name, array in found.items()}
             wanted = {"dQ": "q", "dK": "k", "dV": "v", "dBias": "bias", "dSink": "sink"}
             cotangent = {"O": _only(xp, given.used_q, values["dO"])}
             found = vjp(

@@ -50,7 +50,7 @@ LINEAR_ATTENTION = {
 }
 # Factor of these bounds for other types of q, k and v: the ratio of the types' precisions, with some room for FLOAT,
 # whose sums are as exact as its operands.
-LINEAR_ATTENTION_TYPES = {data_type.BFLOAT16: 1.0, data_type.HALF: 1 / 4, data_type.FLOAT: 1 / 400}
+LINEAR_ATTENTION_TYPES = {data_type.BFLOAT16: 1.0, data_type.HALF: 1 / 4, data_type.FLOAT: 1 / 1000}
 LINEAR_ATTENTION_NEG_EIGVAL = 1.5  # factor where beta is in (0, 2)
 LINEAR_ATTENTION_CORRELATED_KEYS = 3e-2  # instead, for keys that are nearly alike
 LINEAR_ATTENTION_CORRELATED_KEYS_DG = 1e-1

@@ -76,7 +76,7 @@ class ScratchEngine(EngineBase):
             partial[...] = a
             np.add(partial, b, out=c)
 
-        return CompiledPlan(run, workspace_bytes=size, carves=carves)
+        return CompiledPlan(run, workspace_bytes=size, carves=carves, overrides=True)
 
 
 class Guarded:

@@ -40,7 +40,7 @@ class Faulty(Engine):
             honest.run(pack)
             self.fault(pack)
 
-        return CompiledPlan(run, workspace_bytes=1024, carves=carves)
+        return CompiledPlan(run, workspace_bytes=1024, carves=carves, overrides=True)
 
 
 def _plain(target):

@@ -243,58 +243,6 @@ def test_scores_far_from_zero():
         np.testing.assert_allclose(found["score_max"], right["score_max"], 1e-5)
 
 
-# ---- field cases F29 to F31: head dim 1, scale 1, keys 0
-
-
-@pytest.mark.parametrize("precise", [True, False])
-class TestFieldCases:
-    def test_f29_zero_length_sequences(self, precise):
-        def run(q_lengths, kv_lengths, values):
-            batch, rows, keys = len(q_lengths), max(*q_lengths, 1), max(*kv_lengths, 1)
-            v = np.full((batch, 1, keys, 1), np.nan, np.float32)
-            values = iter(values)
-            for b, n in enumerate(kv_lengths):
-                v[b, 0, :n, 0] = [next(values) for _ in range(n)]
-            found = sdpa(
-                np.ones((batch, 1, rows, 1), np.float32), np.zeros((batch, 1, keys, 1), np.float32), v,
-                precise=precise, seq_len_q=int32(*q_lengths), seq_len_kv=int32(*kv_lengths),
-            )  # fmt: skip
-            used = np.arange(rows) < np.array(q_lengths)[:, None]
-            assert not found["O"][:, 0, :, 0][~used].any()
-            assert (found["Stats"][:, 0, :, 0][~used] == -np.inf).all()
-            return found["O"][:, 0, :, 0][used].tolist(), found["Stats"][:, 0, :, 0][used].tolist()
-
-        assert run([1], [0], []) == ([0], [-np.inf])
-        assert run([0, 1, 1, 0], [0, 2, 4, 3], range(9))[0] == [0.5, 3.5]
-        assert run([1, 0, 1], [1, 2, 1], [10, 20, 30, 40])[0] == [10, 40]
-
-    @pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf])
-    def test_f30_garbage_beyond_the_length(self, precise, garbage):
-        q = np.array([1, garbage], np.float32).reshape(1, 1, 2, 1)
-        k = np.array([0, 0, garbage], np.float32).reshape(1, 1, 3, 1)
-        v = np.array([1, 3, garbage], np.float32).reshape(1, 1, 3, 1)
-        found = sdpa(q, k, v, precise=precise, seq_len_q=int32(1), seq_len_kv=int32(2))
-        assert found["O"].ravel().tolist() == [2, 0]
-        assert found["Stats"].ravel() == pytest.approx([np.log(2), -np.inf])
-
-    @pytest.mark.parametrize("offsets", [np.int32, np.int64])
-    def test_f31_ragged_layout_with_gaps(self, precise, offsets):
-        graph = opgraph.pygraph(io_data_type=FLOAT)
-        kind = data_type.INT32 if offsets is np.int32 else data_type.INT64
-        offset = graph.tensor([3, 1, 1, 1], data_type=kind)
-        q, k, v = (graph.tensor([2, 1, 2, 1], ragged_offset=offset) for _ in range(3))
-        lengths = graph.tensor([2, 1, 1, 1], data_type=data_type.INT32)
-        o, _ = graph.sdpa(q, k, v, use_padding_mask=True, seq_len_q=lengths, seq_len_kv=lengths)
-        o.set_output(True).set_ragged_offset(offset)
-        graph.build()
-        zeros, out = np.zeros((4, 1, 1), np.float32), np.full((4, 1, 1), -1, np.float32)
-        values = np.array([1, 3, 99, 7], np.float32).reshape(4, 1, 1)
-        starts = np.array([0, 3, 4], offsets).reshape(3, 1, 1, 1)
-        graph.execute({q: zeros, k: zeros, v: values, o: out, offset: starts, lengths: int32(2, 1)})
-        assert out.ravel()[[0, 1, 3]].tolist() == [2, 2, 7]
-        assert out.ravel()[2] in (-1, 0)
-
-
 # ---- layouts and memory
 
 

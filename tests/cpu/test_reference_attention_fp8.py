@@ -11,7 +11,7 @@ from conformance.attention_fp8 import AttentionFp8, AttentionFp8Backward
 
 import opgraph
 from opgraph import data_type
-from opgraph.ops import attention_fp8_blocks
+from opgraph.ops import attention_heads
 
 D = data_type
 
@@ -19,7 +19,7 @@ D = data_type
 @pytest.mark.parametrize("budget", [64, 1 << 10, 1 << 13])
 @pytest.mark.parametrize("case", [AttentionFp8(), AttentionFp8Backward()], ids=lambda case: case.id)
 def test_blocks_of_any_size_give_the_answer(case, budget, monkeypatch, ml_dtypes):
-    monkeypatch.setattr(attention_fp8_blocks, "_SCORE_BYTES", budget)
+    monkeypatch.setattr(attention_heads, "_SCORE_BYTES", budget)
     for problem in case.problems(D.FP8_E4M3, np.random.default_rng(budget)):
         if any(word in problem.id for word in ("primes", "grouped", "longer", "window", "padding", "FLOAT")):
             run_case(problem, "cpu", {"precision": "float64"})

@@ -34,7 +34,7 @@ def install(
     binding = Binding(graph.name, graph._ir.snapshot(), graph._ir.all_tensors, bound, device, 0, dynamic=dynamic)
     for operand in binding.operands:
         operand.update((facts or {}).get(operand["name"], {}))
-    graph._executable = make_executable(binding, CompiledPlan(run, **plan))
+    graph._executable = make_executable(binding, CompiledPlan(run, **{"overrides": True, "dynamic": True, **plan}))
     return graph._executable
 
 

@@ -229,6 +229,13 @@ def test_the_workspace_is_apart_from_every_operand():
     assert two.refusal(a, b, behind, e, scratch.ctypes.data) == ()  # of an address, what was asked for
 
 
+def test_a_workspace_of_no_bytes_overlaps_nothing():
+    a, b, c, e = fresh()
+    empty = a.view(np.uint8)[8:8]
+    assert Two().refusal(a, b, c, e, empty) == ()
+    assert Two(workspace=256).refusal(a, b, c, e, empty)[0] == "workspace_small"
+
+
 def test_a_refusal_writes_nothing():
     """Every refusal comes before the plan runs, whichever operand is at fault and however late it is read."""
     outputs = [np.full(6, 5, np.float32) for _ in range(2)]

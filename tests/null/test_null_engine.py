@@ -164,7 +164,7 @@ def test_carves_and_geometry_as_an_engine_sees_them():
                     )
                 )
 
-            return CompiledPlan(run, workspace_bytes=need, carves=carves)
+            return CompiledPlan(run, workspace_bytes=need, carves=carves, overrides=True)
 
     registry.register(Probe())
     try:

@@ -186,8 +186,8 @@ class CompiledPlan:
         workspace_bytes: int = 0,
         carves: Sequence[Carve] = (),
         inplace: Iterable[tuple[int, int]] = (),
-        overrides: bool = True,
-        dynamic: bool = True,
+        overrides: bool = False,
+        dynamic: bool = False,
         resources: object = None,
     ) -> None:
         self.run = run

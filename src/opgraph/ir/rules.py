@@ -50,6 +50,20 @@ def check_ragged(tensor: Tensor, offset: Tensor, graph: GraphIR) -> None:
                 given=offset._dim,
             )
         )
+    _check_scalar(offset)
+
+
+def _check_scalar(tensor: Tensor) -> None:
+    if tensor._is_pass_by_value and span(tensor._dim, tensor._stride) > 1:
+        raise ValueError(
+            explain(
+                tensor_label(tensor),
+                "a pass-by-value tensor holds one element",
+                expected="extents of 1",
+                given=tensor._dim,
+                next_step="set_dim((1,)), or pass a buffer: set_is_pass_by_value(False)",
+            )
+        )
 
 
 def check_wired(tensor: Tensor) -> None:
@@ -68,6 +82,7 @@ def check_wired(tensor: Tensor) -> None:
                 next_step="declare smaller extents or strides",
             )
         )
+    _check_scalar(tensor)
     if tensor._pass_by_value is not None:
         scalar_bytes(tensor._pass_by_value, dtype, tensor_label(tensor))
     # Where the entries of a ragged batch lie is told by the offsets of each call, not by the batch stride.

@@ -246,7 +246,7 @@ def _check(params: Mapping[str, Any], inputs: Mapping[str, Array]) -> None:
 
 def _reference(call: RefCall) -> dict[str, Array]:
     from .attention_backward_blocks import Gradient  # here for the sake of `import opgraph`, see `deferred`
-    from .attention_fp8_blocks import Band
+    from .attention_heads import Band
     from .attention_options import Options, lengths_of
 
     params, inputs, outputs, real = call.params, call.inputs, call.outputs, call.math.real

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .attention_heads import even
 from .base import Array, number
 from .threads import run_together
 
@@ -183,7 +184,7 @@ class Attention:
         budget = _SCORE_BYTES // self._q.itemsize
         widest = max(channels, width, 1)
         if units * group * rows * keys <= 2 * budget and group * rows * keys * widest <= _SMALL_PRODUCT:
-            step = _even(batch, budget // max(units * group * rows * width, 1))
+            step = even(batch, budget // max(units * group * rows * width, 1))
             for b in range(0, batch, step):
                 yield b, min(b + step, batch), 0, units, 0, rows
             return
@@ -192,8 +193,8 @@ class Attention:
             tall = max(min(_ROWS, budget // keys), _LEAST_ROWS)
             if self._left is None and self._right is None:
                 tall = max(tall, _SMALL_PRODUCT // (keys * widest))
-            tall = _even(rows, max(tall // group, 1))
-            step = _even(units, budget // (group * tall * keys))
+            tall = even(rows, max(tall // group, 1))
+            step = even(units, budget // (group * tall * keys))
             for u in range(0, units, step):
                 for i in range(0, rows, tall):
                     yield b, b + 1, u, min(u + step, units), i, min(i + tall, rows)
@@ -399,9 +400,3 @@ def _runs(spans: Sequence[Any], most: int) -> Iterator[tuple[int, int]]:
         if i == len(spans) or spans[i] != spans[start] or i - start == most:
             yield start, i
             start = i
-
-
-def _even(total: int, most: int) -> int:
-    """The length of the pieces when `total` is cut evenly into pieces of at most `most`; at least 1."""
-    pieces = -(-total // max(most, 1))
-    return -(-total // max(pieces, 1)) or 1

@@ -10,7 +10,8 @@ import numpy as np
 from ..ir.datatypes import as_data_type
 from ..ir.enums import NodeType, attention_implementation, data_type, diagonal_alignment
 from ..ir.errors import tensor_label
-from .attention_fp8_blocks import Band, Heads, backward, forward, largest
+from .attention_fp8_blocks import backward, forward, largest
+from .attention_heads import Band, Heads
 from .base import (
     Array,
     ContentsError,

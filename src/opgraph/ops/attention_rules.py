@@ -9,12 +9,10 @@ import numpy as np
 
 from ..ir.enums import data_type, diagonal_alignment, scalar_type
 from ..ir.errors import tensor_label
-from .base import ContentsError, malformed, number, unsupported
+from .base import malformed, number, unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from .base import Array
 
 __all__ = [
     "alibi_slopes",
@@ -190,9 +188,10 @@ def _check_paging(node: Any, batch: int) -> int:
     params, inputs = node.params, node.inputs
     if not params["use_padding_mask"]:
         unsupported(node, "paged attention needs the padding mask")
-    paged = [(side, inputs[f"paged_attention_{side}_table"]) for side in ("k", "v") if f"paged_attention_{side}_table" in inputs]
+    tables = {side: inputs.get(f"paged_attention_{side}_table") for side in ("k", "v")}
+    paged = [(side, table) for side, table in tables.items() if table is not None]
+    plain = [side for side, table in tables.items() if table is None]
     most = params["paged_attention_max_seq_len_kv"]
-    plain = [side for side in ("k", "v") if f"paged_attention_{side}_table" not in inputs]
     for _, table in paged:
         if len(table.dim) != 4 or table.dim[0] != batch or (table.dim[1], table.dim[3]) != (1, 1):
             malformed(
@@ -341,7 +340,7 @@ def check_extras(node: Any, full: tuple[int, int, int, int]) -> None:
         if sink.data_type not in (None, data_type.FLOAT):
             unsupported(node, "sink_token is FLOAT", tensor=sink, given=sink.data_type.name)
     if tiles is not None:
-        dim = (batch, heads, -(-rows // 128), -(-(-(-keys // 128)) // 8))
+        dim = (batch, heads, (rows + 127) // 128, (keys + 1023) // 1024)
         if tiles.dim != dim:
             malformed(node, "one bit for each tile of 128 x 128 scores", tensor=tiles, expected=dim, given=tiles.dim)
         if tiles.data_type not in (None, data_type.UINT8):

@@ -66,7 +66,8 @@ class _ScoreGraph(PointwiseOps, ActivationOps):
         if x is None or (isinstance(x, Tensor) and x._owner is self._ir):
             return x
         if isinstance(x, (bool, int, float)):
-            scalar = self._ir.tensor((1, 1, 1, 1), None, as_data_type(compute) or data_type.FLOAT, is_pass_by_value=True)
+            kind = as_data_type(compute) or data_type.FLOAT
+            scalar = self._ir.tensor((1, 1, 1, 1), None, kind, is_pass_by_value=True)
             return scalar.set_pass_by_value(x).set_scalar_type(scalar_type.RUNTIME_PARAM)
         if not isinstance(x, Tensor):
             x = self._outer._declare(x, f"{self._op}::score_mod_{len(self._captured)}", 4, compute)

@@ -421,10 +421,10 @@ RULES: dict[str, tuple[str, Callable[[Where, Facts], str], Callable[[Where, Fact
     ),
     "ordered_type": ("tensor_uids must hold int uids", _words("ints"), _given_type, _ORDERED_STEP),
     "mapping_type": (
-        "the operands are neither a mapping nor a list",
-        _words("a mapping or a list with tensor_uids"),
+        "the operands are no mapping, and there are no tensor_uids that would order a list",
+        _words("a mapping, or a list together with tensor_uids"),
         _given_type,
-        "pass {tensor: buffer, ...}",
+        "pass {tensor: buffer, ...}, or a list of buffers and tensor_uids=[...]",
     ),
     "workspace_missing": (
         "the plan needs a workspace",

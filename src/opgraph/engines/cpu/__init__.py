@@ -140,7 +140,7 @@ class CpuEngine(Engine):
 
     def compile(self, spec: GraphSpec, candidate: Candidate, target: Target) -> CompiledPlan:
         program = compile_program(spec, precise=candidate.knobs["precision"] == "float64")
-        return CompiledPlan(program.run, inplace=program.inplace)
+        return CompiledPlan(program.run, inplace=program.inplace, overrides=True, dynamic=True)
 
 
 def _count(dim: tuple[int, ...]) -> int:

@@ -70,6 +70,8 @@ def _fixed(spec: GraphSpec, target: Target) -> str | None:
 
 
 def _compiler(spec: GraphSpec, target: Target) -> str | None:
+    if target.device.device_type != CUDA:
+        return None  # the device settles it; a compiler that is not needed is not looked for
     from opgraph.engines.fused.compiler import compiler_absence
 
     return compiler_absence()
