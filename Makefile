@@ -12,7 +12,7 @@ NATIVE := $(shell find native -name '*.cpp' -o -name '*.h') CMakeLists.txt pypro
 # Warnings are errors in CI; a user's newer compiler may warn of more.
 CMAKE_ARGS_CI := $(if $(CI),-Ccmake.define.OPGRAPH_WERROR=ON)
 
-.PHONY: demo test lint bench sanitize stub clean
+.PHONY: demo test lint bench sanitize mutants fuzz stub clean
 .DELETE_ON_ERROR:
 
 $(VENV)/.tools: pyproject.toml
@@ -59,6 +59,16 @@ stub: $(VENV)/.opgraph
 # The contract's own C++ tests, and the Python tests of the native core on a sanitized build of it.
 sanitize: $(VENV)/.opgraph $(VENV)/.test
 	VENV=$(abspath $(VENV)) tests/native/sanitize.sh
+
+# Breaks one rule of the contract after the other: the native tests have to notice each.
+mutants: $(VENV)/.tools
+	$(PY) tests/native/mutation_smoke.py
+
+# The length of a night's run; `make test` runs 20,000 buffers. Give another SEED for other buffers.
+BUFFERS ?= 1000000
+SEED    ?= $(shell date +%Y%m%d)
+fuzz: $(VENV)/.opgraph $(VENV)/.test
+	$(PY) tests/fuzz/fuzz_contract.py --buffers $(BUFFERS) --seed $(SEED)
 
 bench: $(VENV)/.opgraph $(VENV)/.test
 	$(PY) benchmarks/host_overhead.py --json build/host_overhead.json

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -159,11 +159,7 @@ def measure_calls(rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any
         ),
         against("bound/null/torch/8", "bound call", mapping, mine, 0.10),
     ]
-    ladder = [
-        {"case": name, "ns": significant(min(values)), "median_ns": significant(median(values))}
-        for name, values in samples.items()
-    ]
-    return rows, ladder
+    return rows, steps(samples)
 
 
 def measure_slopes(rounds: int) -> list[dict[str, Any]]:
@@ -336,7 +332,8 @@ class PlainTensor:
         self.f12 = self.f13 = self.f14 = self.f15 = self.f16 = self.f17 = self.f18 = None
 
 
-def measure_declaring(rounds: int) -> list[dict[str, Any]]:
+def measure_declaring(rounds: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The row of a large graph; for the ladder, what one tensor costs beyond an object with its fields."""
     import opgraph as og
 
     assert len(declare(1000).nodes) == 1000
@@ -352,13 +349,14 @@ def measure_declaring(rounds: int) -> list[dict[str, Any]]:
         return timer.timeit(count) / count * 1e9
 
     sides: dict[str, Sample] = {
-        "tensor": tensors,
-        "plain": Loop("Plain('', dim, stride, kind)", Plain=PlainTensor, dim=dim, stride=stride, kind=kind),
+        "graph.tensor()": tensors,
+        "plain slotted object, 19 fields": Loop(
+            "Plain('', dim, stride, kind)", Plain=PlainTensor, dim=dim, stride=stride, kind=kind
+        ),
     }
     samples = interleave(sides, 20 * rounds)
-    extra = min(samples["tensor"]) - min(samples["plain"])
     seconds = [big() * 1e-9 for _ in range(rounds)]
-    return [
+    rows = [
         row(
             "graph/1000_nodes_seconds",
             "s",
@@ -367,17 +365,16 @@ def measure_declaring(rounds: int) -> list[dict[str, Any]]:
             "0.1 s",
             1.0,
             f"declares 1,000 nodes and 501 input tensors and validates; minimum of {rounds} rounds",
-        ),
-        row(
-            "graph/tensor_over_plain_object",
-            "ns",
-            [extra],
-            [1000.0],
-            "1 us",
-            1.0,
-            "graph.tensor(dim, stride, data_type, name=) less a plain slotted object with 19 fields; minima "
-            f"of {20 * rounds} interleaved rounds",
-        ),
+        )
+    ]
+    return rows, steps(samples)
+
+
+def steps(samples: Mapping[str, list[float]]) -> list[dict[str, Any]]:
+    """Entries of the ladder."""
+    return [
+        {"case": name, "ns": significant(min(values)), "median_ns": significant(median(values))}
+        for name, values in samples.items()
     ]
 
 
@@ -389,15 +386,16 @@ def main() -> int:
     options = parser.parse_args()
     if options.rounds < MIN_ROUNDS:
         parser.error(f"--rounds: at least {MIN_ROUNDS}")
-    few = min(options.rounds, 25)
     rows, ladder = measure_calls(options.rounds)
     rows += measure_slopes(2 * options.rounds)  # a difference of minima needs better ones
     rows += measure_jax(options.rounds)
     rows += measure_slots(options.rounds)
-    rows += measure_declaring(few)
-    rows += measure_import(few)
+    declaring, more = measure_declaring(min(options.rounds, 25))
+    rows += declaring
+    ladder += more
+    rows += measure_import(min(options.rounds, 40))
     print_rows(rows)
-    print("\nladder (ns per call, minimum and median)")
+    print("\nladder (ns, minimum and median)")
     for step in ladder:
         print(f"  {step['case']:46} {step['ns']:9.1f} {step['median_ns']:9.1f}")
     if options.json:

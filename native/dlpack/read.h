@@ -25,13 +25,17 @@ struct Holding {
   };
 };
 
+// What every call looks at, together: it comes before what is held and the room for extents, which mostly stay untouched.
+struct Described {
+  DLTensor t;
+  const DLPackExchangeAPI* flags_of;  // set where the type can require grad or be a lazily negated view: see check_flags
+  bool read_only;
+  bool address_only;  // a bare address: brings no evidence
+};
+
 // One buffer as it described itself. Lives in the caller's pack; `t.data` already includes the byte offset.
 // Not initialised beyond what reset() sets: a pack is built on the stack once per call.
-struct Reading : Holding {
-  DLTensor t;
-  bool read_only;
-  const DLPackExchangeAPI* flags_of;  // set where the type can require grad or be a lazily negated view: see check_flags
-  bool address_only;     // a bare address: brings no evidence
+struct Reading : Described, Holding {
   int64_t dims[kMaxBufferRank];
   int64_t strides[kMaxBufferRank];
 

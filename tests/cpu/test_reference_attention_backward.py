@@ -90,6 +90,12 @@ def test_memory_is_linear_in_the_sequence():
         assert peak < 16 << 20, options  # the scores alone would be 137 MiB
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)])
+def test_nothing_at_all(shape):
+    found = backward(random_inputs(*shape))
+    assert all(array.shape == shape for array in found.values())
+
+
 def test_nan_stays_where_it_reaches():
     inputs = random_inputs(1, 2, 6, 4)
     inputs["dO"][0, 1, 2] = np.nan

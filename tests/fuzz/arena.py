@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 
 
 class Arena:
-    """`ROOM` bytes at `address`; `raw` shows them. They are never unmapped: views of them may live as long as they like."""
+    """`size` bytes at `address`, shown by `raw`. Never unmapped: views of them may live as long as they like."""
 
     def __init__(self, size: int = ROOM) -> None:
         none, private = 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -33,7 +33,7 @@ class Arena:
         self.size = size
         if _libc.mprotect(self.address, size, mmap.PROT_READ | mmap.PROT_WRITE):
             raise OSError(ctypes.get_errno(), "mprotect")
-        self.raw: Array = np.frombuffer((ctypes.c_uint8 * size).from_address(self.address), np.uint8)
+        self.raw: Array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self.address))
         self._words = self.raw.view(np.uint64)
         self._kept = self._words.copy()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import _null_tests  # noqa: F401
 import numpy as np
 from contract_model import (
     HOSTS,

@@ -9,6 +9,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
+import _null_tests  # noqa: F401
 import numpy as np
 from contract_model import Declared, Given, span, writes_once
 from exchange import forwarding, producer_type, table
@@ -198,7 +199,20 @@ if find_spec("torch"):
     PROTOCOLS["torch"] = (torch_view, False)
     WEIGHTS["torch"] = 3
 HAS_JAX = find_spec("jax") is not None
-CHOICES = [name for name in PROTOCOLS for _ in range(WEIGHTS.get(name, 1))]
+
+
+def _choices() -> list[str]:
+    return [name for name in PROTOCOLS for _ in range(WEIGHTS.get(name, 1))]
+
+
+CHOICES = _choices()
+
+
+def without_frameworks() -> None:
+    global HAS_JAX, CHOICES
+    HAS_JAX = False
+    PROTOCOLS.pop("torch", None)
+    CHOICES = _choices()
 
 
 def jax_array(rng: Random, dims: Any, dtype: Any) -> Any:

@@ -9,6 +9,7 @@ The worker is a child process: when it dies, the parent names the graph and the 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import mmap
 import os
 import struct
@@ -16,20 +17,17 @@ import sys
 import time
 import traceback
 from collections import Counter
-from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
-from numpy.lib.stride_tricks import as_strided
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "null")]
-
+import _null_tests  # noqa: F401
 import draws
+import numpy as np
 from arena import Arena, Array
 from call_model import Buffer, Layout, Scratch, live_of, operand_rule, overlap_rule, workspace_rule
 from contract_model import Declared, Given, span, writes_once
 from draws import STORAGE, D
+from numpy.lib.stride_tricks import as_strided
 from probe import install
 
 import opgraph as og
@@ -149,7 +147,9 @@ class Case:
 
     def view(self, arena: Arena, dtype: Any, start: int, dims: Any, strides: Any) -> Array:
         at = np.ndarray((0,), dtype, arena.raw.data, min(start, arena.size - dtype.itemsize))
-        return as_strided(at, dims, [s * dtype.itemsize for s in strides]) if start < arena.size else at[:0].reshape(dims)
+        if start >= arena.size:  # an empty buffer, right at the guard
+            return at.reshape(dims)
+        return as_strided(at, dims, [s * dtype.itemsize for s in strides])
 
     def address(self, i: int, live: Declared) -> tuple[int, Buffer, str]:
         arena, size = self.arenas[i], self.storage.itemsize
@@ -182,7 +182,8 @@ class Case:
         if rng.random() < 0.1:
             where = arena.address + min(start, arena.size - max(self.need, 8)) if rng.random() < 0.8 else 0
             return where, Scratch(Given((), ()), 1, where, bare=True)
-        dims, strides = (count,), (1,)
+        dims: tuple[int, ...] = (count,)
+        strides: tuple[int, ...] = (1,)
         if count % 4 == 0 and rng.random() < 0.3:
             dims, strides = (4, count // 4), rng.choice(((count // 4, 1), (1, 4)))
         if count and rng.random() < 0.1:
@@ -242,7 +243,7 @@ class Case:
             return "override_geometry"
         layouts = [(w.dims, w.strides) for w in live]
         size = self.storage.itemsize
-        return overlap_rule(x, y, *layouts, size, self.inplace) or workspace_rule(
+        return overlap_rule(x, y, layouts[0], layouts[1], size, self.inplace) or workspace_rule(
             self.need, scratch, [(b.address, span(*layout) * size) for b, layout in zip((x, y), layouts, strict=True)]
         )
 
@@ -255,8 +256,6 @@ class Case:
         home = next(a for a in self.arenas if self.inside(a, y))
         if source is None:  # memory of JAX's own
             size = span(live[0].dims, live[0].strides) * self.storage.itemsize
-            import ctypes
-
             flat = np.frombuffer((ctypes.c_uint8 * size).from_address(x.address), self.storage)
             read = as_strided(flat, live[0].dims, [s * self.storage.itemsize for s in live[0].strides])
         else:
@@ -301,6 +300,8 @@ class Case:
 def work(arguments: argparse.Namespace, place: Any) -> int:
     """The fuzzing itself. `place` is where the parent reads how far it came."""
     arenas = [Arena() for _ in range(3)]
+    if arguments.plain:
+        draws.without_frameworks()
     counts: Counter[str] = Counter()
     began = time.perf_counter()
     graph, done = arguments.graph or 0, 0
@@ -309,6 +310,8 @@ def work(arguments: argparse.Namespace, place: Any) -> int:
         case = Case(rng, arenas)
         for call in range(min(CALLS, -(-(arguments.buffers - done) // 2))):
             place[:24] = struct.pack("qqq", graph, call, done)
+            if arguments.trespass and call == 20:
+                ctypes.memset(arenas[0].address + arenas[0].size, 0, 1)
             try:
                 case.call(counts)
             except AssertionError as error:
@@ -322,7 +325,8 @@ def work(arguments: argparse.Namespace, place: Any) -> int:
     seconds = time.perf_counter() - began
     for name, count in sorted(counts.items(), key=lambda item: (item[0].startswith("by "), -item[1])):
         print(f"{count:9d} {name}")
-    print(f"{done} buffers in {seconds:.1f} s, {done / seconds:.0f} buffers/s; seed {arguments.seed}: model and library agree")
+    rate = f"{done} buffers in {seconds:.1f} s, {done / seconds:.0f} buffers/s"
+    print(f"{rate}; seed {arguments.seed}: model and library agree")
     return 0
 
 
@@ -331,6 +335,8 @@ def main() -> int:
     parser.add_argument("--buffers", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--graph", type=int, default=None, help="only this graph of the seed")
+    parser.add_argument("--plain", action="store_true", help="without torch and JAX")
+    parser.add_argument("--trespass", action="store_true", help="touch a guard page, to see that this is noticed")
     arguments = parser.parse_args()
     place = mmap.mmap(-1, 24)
     child = os.fork()

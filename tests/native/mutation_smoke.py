@@ -33,16 +33,19 @@ class Mutant(NamedTuple):
     flags: tuple[str, ...] = ()
 
 
-THREADED = {"file": "native/pack/publish.h", "test": "test_threads"}
+RECORDS = "native/pack/publish.h"
 MUTANTS = (
     Mutant("products wrap", "if (a != 0 && b > kMax / a) return kMax;", "if (a == 0) return 0;",
            flags=("-fsanitize=undefined", "-fno-sanitize-recover=all")),
     Mutant("extent-1 axes count", "if (dims[i] != 1) out.axis[out.n++]", "if (dims[i] != -1) out.axis[out.n++]"),
-    Mutant("equal strides lose their order", "axes.axis[k - 1].stride < a.stride; k--)", "axes.axis[k - 1].stride <= a.stride; k--)"),
+    Mutant("equal strides lose their order", "axes.axis[k - 1].stride < a.stride; k--)",
+           "axes.axis[k - 1].stride <= a.stride; k--)"),
     Mutant("any axis may be longer", "!(i == w && have.axis[i].extent > want.axis[i].extent)",
            "!(have.axis[i].extent > want.axis[i].extent)"),
-    Mutant("merges across gaps", "    if (fine.axis[i].stride != stride) return -1;", "    if (fine.axis[i].stride < stride) return -1;"),
-    Mutant("splits that are not filled", "return longer && held > wanted && wanted % inner == 0;", "return longer && held > wanted;"),
+    Mutant("merges across gaps", "    if (fine.axis[i].stride != stride) return -1;",
+           "    if (fine.axis[i].stride < stride) return -1;"),
+    Mutant("splits that are not filled", "return longer && held > wanted && wanted % inner == 0;",
+           "return longer && held > wanted;"),
     Mutant("one dense axis may be strided", "(have.n == 1 && have.axis[0].stride == 1)", "have.n == 1"),
     Mutant("negative strides pass", "if (b.dims[i] > 1 && b.strides[i] < 0) return Rule::negative_stride;", ""),
     Mutant("bytes are not counted", "  if (*bytes < spec.span_bytes) return Rule::bytes;\n  if (same_axes",
@@ -52,10 +55,10 @@ MUTANTS = (
     Mutant("ragged rows of another step", "if (same_storage(row, have, false)) return true;  // one row",
            "if (same_storage(row, have, true)) return true;"),
     Mutant("records shown before they are written", "place.store(kept, std::memory_order_release);",
-           "place.store(kept, std::memory_order_relaxed);", flags=("-fsanitize=thread",), **THREADED),
+           "place.store(kept, std::memory_order_relaxed);", RECORDS, "test_threads", ("-fsanitize=thread",)),
     Mutant("records written side by side", "  std::lock_guard<std::mutex> lock(mutex);\n", "  (void)mutex;\n",
-           flags=("-fsanitize=address",), **THREADED),
-    Mutant("a record of another shape", "if (s->rank != b.rank) continue;", "", **THREADED),
+           RECORDS, "test_threads", ("-fsanitize=address",)),
+    Mutant("a record of another shape", "if (s->rank != b.rank) continue;", "", RECORDS, "test_threads"),
 )  # fmt: skip
 
 
@@ -68,9 +71,10 @@ def include_dir() -> Path:
 
 
 def outcome(tree: Path, mutant: Mutant) -> str:
-    """"caught", "survived" or what went wrong with the build."""
+    """Whether the mutant was `caught` or `survived`, or what went wrong with the build."""
     binary = tree / mutant.test
-    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-g", *mutant.flags, "-Inative", "-isystem", str(include_dir())]
+    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O1", "-g", *mutant.flags]
+    command += ["-Inative", "-isystem", str(include_dir())]
     command += [f"tests/native/{mutant.test}.cpp", *SOURCES[mutant.test], "-pthread", "-ldl", "-o", str(binary)]
     built = subprocess.run(command, cwd=tree, capture_output=True, text=True)
     if built.returncode:

@@ -20,7 +20,6 @@ threads=(native/pack/layout.cpp native/program/program.cpp native/cuda/driver.cp
 native_test address,undefined test_layout native/pack/layout.cpp
 native_test thread test_threads "${threads[@]}"
 native_test address,undefined test_threads "${threads[@]}"
-"$out/test_layout"
 
 export PATH="$VENV/bin:$PATH"
 cmake -G Ninja -S . -B "$out/build" -DPython_EXECUTABLE="$py" -DCMAKE_BUILD_TYPE=RelWithDebInfo \

@@ -86,6 +86,8 @@ void layouts() {
   ROW("[B*S, H*D] for BSHD strides", {2, 3, 4, 5}, {60, 5, 15, 1}, {8, 15}, {15, 1}, ok);
   ROW("merge of axes that are not dense together", {2, 4, 5}, {40, 5, 1}, {8, 5}, {5, 1}, Rule::bytes);
   ROW("merge across a gap", {2, 4, 5}, {40, 5, 1}, {16, 5}, {5, 1}, no);
+  ROW("inner merge across a gap", {2, 3, 4}, {20, 5, 1}, {3, 12}, {20, 1}, no);
+  ROW("equal strides keep the declared order", {2, 3}, {1, 1}, {3, 2}, {1, 1}, no);
   ROW("merge and split at once", {2, 4, 6}, {24, 6, 1}, {8, 2, 3}, {6, 3, 1}, no);
   ROW("NHWC for NCHW", {2, 3, 4, 5}, {60, 20, 5, 1}, {2, 4, 5, 3}, {60, 15, 3, 1}, no);
   ROW("NCHW declared channels-last, NHWC memory", {2, 3, 4, 5}, {60, 1, 15, 3}, {2, 4, 5, 3}, {60, 15, 3, 1}, ok);
@@ -98,6 +100,7 @@ void layouts() {
   ROW("one-dimensional strided", {2, 3}, {3, 1}, {6}, {2}, no);
   ROW("longer along the largest stride", {2, 3}, {3, 1}, {5, 3}, {3, 1}, ok);
   ROW("longer along an inner axis", {2, 3}, {3, 1}, {2, 4}, {4, 1}, no);
+  ROW("longer along an inner axis of the same stride", {3, 2}, {5, 1}, {3, 4}, {5, 1}, no);
   ROW("longer merged axis", {2, 4, 5}, {20, 5, 1}, {9, 5}, {5, 1}, ok);
   ROW("longer split axis", {8, 5}, {5, 1}, {3, 4, 5}, {20, 5, 1}, ok);
   ROW("split axis whose inner part does not divide", {6, 5}, {5, 1}, {2, 4, 5}, {20, 5, 1}, no);

@@ -64,6 +64,8 @@ constexpr Given kGiven[] = {
     {2, {4, 6}, {7, 1}, 0},
     {1, {23}, {1}, 0},
     {1, {24}, {2}, 0},
+    {1, {4}, {6}, 0},  // the beginning of one that is accepted
+    {0, {}, {}, 0},
 };
 constexpr int kCases = sizeof(kGiven) / sizeof(kGiven[0]);
 

@@ -118,7 +118,7 @@ class Gradient:
             tall = even(valid, max(isqrt(area) // group, 1))
             wide = max(area // (group * tall) & -16, 16)
             tile = group * tall * min(wide, max(k.shape[2], 1))
-            together = 1 if self._band.padded else even(batch, budget // (tile * units))
+            together = 1 if self._band.padded else even(batch, budget // (tile * max(units, 1)))
             step = even(units, budget // tile)
             if valid:
                 for u in range(0, units, step):
@@ -142,7 +142,7 @@ class Gradient:
                 chance = np.where(stats == -np.inf, 0, np.exp(self._sink[units] - shift))
                 self.dsink[entries, units] -= (chance * delta).sum(axis=(3, 4))
             first, last = self._band.columns(b, i0, i1)
-            flat = (grad.shape[0], grad.shape[1], -1)
+            flat = (*grad.shape[:2], grad.shape[2] * grad.shape[3])
             sides = [array.reshape(*flat, array.shape[4]) for array in (self._heads.q[part], grad)]
             sides += [np.ascontiguousarray(array.swapaxes(2, 3)) for array in sides]
             for j in range(first, last, wide):
@@ -207,5 +207,5 @@ class Gradient:
         if options.modifies:
             options.gradient(inner_by_head, place, kept)
         np.multiply(inner, self._scale, out=inner)
-        self.dq[part] += np.matmul(inner, heads.k[entries, units, seen]).reshape(count, several, group, rows, -1)
+        self.dq[part] += np.matmul(inner, heads.k[entries, units, seen]).reshape(self.dq[part].shape)
         self.dk[entries, units, :, seen] += np.matmul(q_across, inner)
