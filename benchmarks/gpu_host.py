@@ -1,8 +1,8 @@
 """Host time of a call on the GPU, against bare launches and other launchers, in one process.
 
 Each sample drains the device, then times a burst of calls on the host clock; the figure of a burst size is the median
-of its samples, and a side's cost is the smallest of those medians (bursts short enough not to fill the launch queue). Only
-ratios between sides of one run mean anything: hosts differ by a factor of two.
+of its samples, and a side's cost is the smallest of those medians (bursts short enough not to fill the launch queue).
+Only ratios between sides of one run mean anything: hosts differ by a factor of two.
 
     python benchmarks/gpu_host.py [--json FILE] [--check]
 """

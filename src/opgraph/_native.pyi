@@ -244,6 +244,11 @@ def make_program(device: int, steps: list, ranks: Sequence[int], needs: Sequence
     A Program from step descriptions (see opgraph.engines.program); ValueError for one that is not well-formed.
     """
 
+def bare_launch_ns(program: Program, addresses: Sequence[int], stream: int, repeat: int) -> float:
+    """
+    Nanoseconds per launch of the first kernel in a C loop: the floor that benchmarks measure a call against.
+    """
+
 def load_module(image: bytes, device: int) -> CudaModule:
     """Loads a cubin into the primary context of a device."""
 

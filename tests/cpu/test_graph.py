@@ -468,6 +468,7 @@ def test_explain_names_engines_plans_and_the_selection():
 # ---- cost
 
 
+@pytest.mark.timing
 def test_a_thousand_nodes():
     best = [math.inf] * 2
     for _ in range(3):

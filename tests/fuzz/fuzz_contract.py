@@ -178,7 +178,8 @@ class Case:
         count = rng.choice((self.need, self.need, self.need + 64, 1024, max(0, self.need - 8), 0)) // dtype.itemsize
         start = arena.offset_of(0, count * dtype.itemsize, rng.random() < 0.5)
         if arena is not self.arenas[2]:
-            start = rng.randrange(0, arena.size - 2048, 8)
+            # Operands lie at either end.
+            start = rng.choice((rng.randrange(0, 256, 8), arena.size - 1024 - rng.randrange(0, 256, 8)))
         if rng.random() < 0.1:
             where = arena.address + min(start, arena.size - max(self.need, 8)) if rng.random() < 0.8 else 0
             return where, Scratch(Given((), ()), 1, where, bare=True)

@@ -35,4 +35,6 @@ asan=$(${CXX:-g++} -print-file-name=libasan.so)
 ubsan=$(${CXX:-g++} -print-file-name=libubsan.so)
 # Leaks are looked for in the native tests: the interpreter keeps memory at exit on purpose.
 LD_PRELOAD="$asan $ubsan" ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-  PYTHONPATH="$out/package:$site" PYTHONMALLOC=malloc "$py" -S -m pytest -p no:cacheprovider tests/null tests/cpu -m "not slow and not frameworks"
+  PYTHONPATH="$out/package:$site" PYTHONMALLOC=malloc "$py" -S -m pytest -p no:cacheprovider tests/null tests/cpu/test_fields*.py \
+  tests/cpu/test_hostile_buffers.py tests/cpu/test_graph.py tests/cpu/test_engine.py tests/cpu/test_wrapper.py \
+  -m "not slow and not frameworks and not timing"

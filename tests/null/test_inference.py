@@ -384,6 +384,7 @@ def test_live_product():
 # ---- cost
 
 
+@pytest.mark.timing
 def test_a_thousand_nodes_declare_and_validate_in_a_tenth_of_a_second():
     times = []
     for _ in range(5):

@@ -221,7 +221,10 @@ def test_modules_are_unloaded_with_their_last_user(driver, function):
     ([dict(kind="memset", target=5, dims=(4,), strides=(1,), element=4, pattern=0, most=8)], "names no operand"),
     ([dict(kind="memset", target=0, dims=(4,), strides=(0,), element=4, pattern=0, most=8)], "write an element twice"),
     ([dict(kind="memset", target=0, dims=(4,), strides=(2,), element=8, pattern=1, most=8)], "unequal halves"),
-    ([dict(kind="memset", target=0, dims=(2, 9, 9, 9), strides=(10**6, 10**4, 200, 3), element=1, pattern=0, most=8)], "needs 162 memsets"),
+    (
+        [dict(kind="memset", target=0, dims=(2, 9, 9, 9), strides=(9**6, 9**4, 200, 3), element=1, pattern=0, most=8)],
+        "needs 162 memsets",
+    ),
 ])  # fmt: skip
 def test_malformed_steps_are_refused_when_built(driver, steps, text):
     with pytest.raises(ValueError, match=text):

@@ -14,8 +14,8 @@ from opgraph.engines.device import DeviceInfo
 from opgraph.ir.datatypes import dlpack_dtype, element_bits
 
 if TYPE_CHECKING:
-    from opgraph.ir.enums import behavior_note, data_type, knob_type, numerical_note
     from opgraph._native import Program
+    from opgraph.ir.enums import behavior_note, data_type, knob_type, numerical_note
     from opgraph.ir.program import GraphSpec
 
 __all__ = [
