@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "frameworks: needs torch, JAX or tvm-ffi")
     config.addinivalue_line("markers", "slow: takes more than about ten seconds")
-    config.addinivalue_line("markers", "timing: asserts a duration, which means nothing under a sanitizer")
+    config.addinivalue_line("markers", "timing: measures time or allocations, which means nothing under a sanitizer")
     names = {name for name in config.getoption("--without").split(",") if name}
     if names:
         loaded = names & set(sys.modules)

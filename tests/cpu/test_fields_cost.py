@@ -14,6 +14,8 @@ from sums import Engine
 
 import opgraph
 
+pytestmark = pytest.mark.timing
+
 CALLS = 20_000
 BATCH = 1_000  # the first and the last calls that are compared
 WINDOW = 25  # calls per timing: short, so that some window of a batch is free of other work on the machine

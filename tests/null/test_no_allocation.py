@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.timing
+
 HERE = Path(__file__).parent
 SOURCE = HERE.parent / "native" / "malloc_count.c"
 CALLS = 100_000
