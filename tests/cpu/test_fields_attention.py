@@ -165,3 +165,37 @@ class TestF31RaggedLayoutWithGaps:
         with pytest.raises(ValueError, match="offset"):
             self.execute(graph, at, starts, kind, q=zeros, k=zeros, v=zeros, O=o, Stats=o.copy())
         assert (o == -1).all()
+
+
+def test_f20_execute_does_not_build_or_compile_for_other_lengths(monkeypatch):
+    """CPU half: 50 calls with other lengths inside the declared bounds run the one plan that was built."""
+    from opgraph.engines.cpu import ENGINE
+
+    compiled = []
+    compile_plan = type(ENGINE).compile
+
+    def counting(self, spec, candidate, target):
+        compiled.append(candidate.name)
+        return compile_plan(self, spec, candidate, target)
+
+    monkeypatch.setattr(type(ENGINE), "compile", counting)
+    graph = opgraph.pygraph(io_data_type=opgraph.data_type.FLOAT)
+    q, k, v = (graph.tensor([2, 1, 8, 4], name=name) for name in "qkv")
+    lengths = [graph.tensor([2, 1, 1, 1], data_type=opgraph.data_type.INT32, name=name) for name in ("lq", "lkv")]
+    o, _ = graph.sdpa(
+        q, k, v, use_padding_mask=True, seq_len_q=lengths[0], seq_len_kv=lengths[1], generate_stats=False, name="s"
+    )
+    o.set_output(True)
+    graph.build(engine="cpu", device="cpu")
+    built, executable = len(compiled), graph._executable
+    rng = np.random.default_rng(20)
+    for _ in range(50):
+        live = rng.integers(0, 9, (2, 1, 1, 1), dtype=np.int32)
+        values = rng.standard_normal((2, 1, 8, 4)).astype(np.float32)
+        out = np.full((2, 1, 8, 4), np.nan, np.float32)
+        full = np.full_like(live, 8)
+        graph.execute({q: np.zeros_like(values), k: values, v: values, lengths[0]: full, lengths[1]: live, o: out})
+        for batch, count in enumerate(live.ravel()):
+            want = values[batch, 0, :count].mean(0) if count else np.zeros(4, np.float32)
+            np.testing.assert_allclose(out[batch, 0], np.broadcast_to(want, (8, 4)), rtol=1e-5, atol=1e-6)
+    assert len(compiled) == built and graph._executable is executable
