@@ -382,12 +382,6 @@ def steps(samples: Mapping[str, list[float]]) -> list[dict[str, Any]]:
     ]
 
 
-def settled(measure: Callable[[int], Measured], rounds: int) -> Measured:
-    """A measurement with a miss is made once more: other work on the machine may have met one side only."""
-    found = measure(rounds)
-    return measure(rounds) if missed(found[0]) else found
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine, versions, commit and rows")
@@ -407,7 +401,7 @@ def main() -> int:
         (measure_declaring, few),
         (measure_import, few),
     ):
-        more, entries = settled(measure, count)
+        more, entries = measure(count)
         rows += more
         ladder += entries
     print_rows(rows)
